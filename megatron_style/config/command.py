@@ -1,0 +1,59 @@
+"""What all commands share: exit codes, where results go, and how they look."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from megatron_style.config.errors import UserError
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def command_parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m megatron_style.{name}",
+        description=about,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run a command's main and leave with the exit code that interface promises."""
+    try:
+        main()
+    except UserError as error:
+        log(f"error: {error}")
+        sys.exit(EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        log("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:
+        log(f"error: {error}")
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_DONE)
+
+
+def log(line: str) -> None:
+    """Progress and remarks: standard error, so that standard output holds results only."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show(result: Mapping[str, object], *, as_json: bool) -> None:
+    """The command's result on standard output."""
+    if as_json:
+        print(json.dumps(result))  # noqa: T201
+        return
+    width = max(len(key) for key in result)
+    for key, value in result.items():
+        text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else value
+        print(f"{key.replace('_', ' '):<{width}}  {text}")  # noqa: T201

@@ -1,0 +1,83 @@
+"""What a model is: every variant of the paper is one of these values."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from megatron_style.config.errors import UserError
+from megatron_style.config.section import Section
+
+
+class VocabularyConfig(Section):
+    """`adaptive`: frequency bands of shrinking width, tied. `tied` and `untied`: one matrix, or one on each side."""
+
+    kind: Literal["adaptive", "tied", "untied"] = "adaptive"
+    cutoffs: tuple[PositiveInt, ...] = ()
+    factor: PositiveInt = 4
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.kind == "adaptive" and not self.cutoffs:
+            raise ValueError("kind adaptive needs cutoffs, such as [20000, 60000]")
+        if self.kind != "adaptive" and self.cutoffs:
+            raise ValueError(f"cutoffs {list(self.cutoffs)} belong to kind adaptive, not {self.kind}; remove them")
+        if list(self.cutoffs) != sorted(set(self.cutoffs)):
+            raise ValueError(f"cutoffs {list(self.cutoffs)} must grow, as in {sorted(set(self.cutoffs))}")
+        return self
+
+
+class DropoutConfig(Section):
+    """Rates at the four places the reference drops: hidden states, attention, feed-forward, softmax input."""
+
+    hidden: float = Field(0.0, ge=0, lt=1)
+    attention: float = Field(0.0, ge=0, lt=1)
+    activation: float = Field(0.0, ge=0, lt=1)
+    softmax: float = Field(0.0, ge=0, lt=1)
+
+
+class ModelConfig(Section):
+    layers: PositiveInt
+    hidden_size: PositiveInt
+    heads: PositiveInt
+    ffn_size: PositiveInt
+    positions: Literal["added", "infused"] = "infused"
+    cache: bool = True
+    vocabulary: VocabularyConfig
+    dropout: DropoutConfig = DropoutConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
+        if self.hidden_size % 2 or self.hidden_size < 4:
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be even and at least 4: sine and cosine share it")
+        bands = len(self.vocabulary.cutoffs)
+        if self.hidden_size < self.vocabulary.factor**bands:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) leaves no width for band {bands}, which gets "
+                f"hidden_size / {self.vocabulary.factor}^{bands}; use fewer cutoffs or a smaller factor"
+            )
+        return self
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """The size of the vocabulary is a fact of the corpus, so this cannot be checked with the file alone."""
+        cutoffs = self.vocabulary.cutoffs
+        if cutoffs and cutoffs[-1] >= vocab_size:
+            raise UserError(
+                f"model.vocabulary.cutoffs: {list(cutoffs)} must stay below the corpus's vocabulary of {vocab_size}; "
+                f"a last cutoff below {vocab_size} would be right"
+            )
+
+
+class ModelFolderConfig(Section):
+    """`config.json` of an exported model: the model, and the shape of text it was last trained on."""
+
+    format_version: Literal[1] = 1
+    model: ModelConfig
+    vocab_size: PositiveInt
+    eos: NonNegativeInt = 2
+    segment_length: PositiveInt
+    cache_length: NonNegativeInt
+    step: NonNegativeInt = 0

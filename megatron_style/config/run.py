@@ -1,0 +1,133 @@
+"""What a run is: the sections of RUN.yaml, frozen, typed and checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.config.section import Section
+from megatron_style.config.yaml_file import override, read_yaml, write_yaml
+
+
+class DataConfig(Section):
+    """Token stores by prefix (`data/sotu/train` names train.bin and train.idx)."""
+
+    train: Path
+    valid: Path
+    vocab_size: PositiveInt | None = None  # only for stores that come without a dictionary
+    tokens_per_batch: PositiveInt = 9216  # what each data-parallel rank forwards in one step
+
+
+class StageConfig(Section):
+    """One stretch of training at a fixed segment length; its extent is in epochs, steps or tokens."""
+
+    segment_length: PositiveInt
+    cache_length: PositiveInt | None = None  # default: the segment length, when the model has a cache
+    epochs: PositiveInt | None = None
+    steps: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+    micro_rows: PositiveInt | None = None  # default: as many as parallel.micro_tokens allows
+
+    @model_validator(mode="after")
+    def _one_extent(self) -> Self:
+        given = [name for name in ("epochs", "steps", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"needs exactly one of epochs, steps, tokens; it has {found}")
+        return self
+
+
+class LearningRateConfig(Section):
+    """Linear warm-up, then cosine periods, each `period_growth` times longer and `shrink` times lower."""
+
+    peak: PositiveFloat
+    floor: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0
+    warmup_from: NonNegativeFloat = 1e-7
+    period_steps: PositiveInt | None = None  # default: one period, up to the last step
+    period_growth: float = Field(1.0, ge=1)
+    shrink: float = Field(1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.floor > self.peak:
+            raise ValueError(f"floor ({self.floor}) must not be above peak ({self.peak})")
+        return self
+
+
+class OptimizerConfig(Section):
+    """Optimizer, schedule and clipping may live in the ds_config instead, never in both."""
+
+    name: Literal["nag", "adamw"] | None = None  # default: nag
+    learning_rate: LearningRateConfig | None = None
+    momentum: float = Field(0.99, ge=0, lt=1)  # nag
+    betas: tuple[float, float] = (0.9, 0.98)  # adamw
+    eps: PositiveFloat = 1e-8  # adamw
+    weight_decay: NonNegativeFloat = 0.0
+    clip_norm: PositiveFloat | None = None  # default: 0.1
+
+
+class ParallelConfig(Section):
+    tensor: PositiveInt = 1
+    recompute: bool = False
+    micro_tokens: PositiveInt | None = None  # the most tokens a rank forwards at once; default: the whole batch
+
+
+class OutputConfig(Section):
+    path: Path
+    log_every: PositiveInt = 10
+    evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
+    save_every: PositiveInt | None = None  # steps; default: at the end of each stage
+
+
+class RunConfig(Section):
+    model: ModelConfig
+    data: DataConfig
+    stages: tuple[StageConfig, ...] = Field(min_length=1)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    output: OutputConfig
+    deepspeed: Path | None = None
+    seed: NonNegativeInt = 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        tokens, ways = self.data.tokens_per_batch, self.parallel.tensor
+        for name in ("heads", "ffn_size"):
+            if getattr(self.model, name) % ways:
+                size = getattr(self.model, name)
+                raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
+        for index, stage in enumerate(self.stages):
+            if stage.cache_length and not self.model.cache:
+                raise ValueError(f"stages.{index}.cache_length is {stage.cache_length}, but model.cache is false")
+            if tokens % stage.segment_length:
+                below, above = nearest_divisors(tokens, stage.segment_length)
+                raise ValueError(
+                    f"stages.{index}.segment_length ({stage.segment_length}) must divide data.tokens_per_batch "
+                    f"({tokens}); the nearest lengths that do are {below} and {above}"
+                )
+        return self
+
+
+def nearest_divisors(number: int, wanted: int) -> tuple[int, int]:
+    """The divisors of `number` next to `wanted`, below and above."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = max((d for d in divisors if d < wanted), default=1)
+    return below, min((d for d in divisors if d > wanted), default=number)
+
+
+def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
+    """Read RUN.yaml, apply `--set section.key=value`, check everything."""
+    data = read_yaml(path)
+    for setting in settings:
+        override(data, setting)
+    return RunConfig.parse(data, source=str(path))
+
+
+def save_run(run: RunConfig, path: Path) -> None:
+    """The resolved run, next to its results."""
+    write_yaml(run.as_data(), path)

@@ -1,0 +1,63 @@
+"""Strict, frozen, typed sections, and errors that say which key, what it holds and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatron_style.config.errors import UserError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @classmethod
+    def parse(cls, data: object, *, source: str) -> Self:
+        """Check plain data (from YAML or JSON) against this section."""
+        try:
+            # The JSON reader is strict about types, but takes a list where a tuple is meant.
+            return cls.model_validate_json(json.dumps(data))
+        except ValidationError as error:
+            raise UserError(f"{source}: {_explain(error.errors()[0], cls)}") from None
+
+    def as_data(self) -> dict[str, Any]:
+        data: dict[str, Any] = self.model_dump(mode="json")
+        return data
+
+
+def _explain(error: ErrorDetails, section: type[BaseModel]) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    value = json.dumps(error["input"]) if not isinstance(error["input"], dict) else "a section"
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{key}: unknown key{_suggestion(error['loc'], section)}"
+        case "missing":
+            return f"{key}: missing; it has no default"
+        case "value_error":
+            reason = str(error["ctx"]["error"])
+            return f"{key}: {reason}" if key else reason
+        case _:
+            return f"{key} is {value}, but {error['msg'].replace('Input should', 'it should')}"
+
+
+def _suggestion(location: tuple[int | str, ...], section: type[BaseModel]) -> str:
+    known = list(_fields_at(location[:-1], section))
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    if near:
+        return f"; did you mean '{near[0]}'?"
+    return f"; known keys: {', '.join(known)}" if known else ""
+
+
+def _fields_at(path: tuple[int | str, ...], section: type[BaseModel]) -> dict[str, Any]:
+    """The fields of the section that a path such as ('stages', 0) leads to."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        annotation: Any = section.model_fields[part].annotation
+        inner = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
+        section = next(kind for kind in inner if issubclass(kind, BaseModel))
+    return dict(section.model_fields)

@@ -1,0 +1,82 @@
+"""YAML in and out. The only module that imports yaml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_style.config.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: `1e-4` is a number, and a key that stands twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in seen:
+                problem = f"the key '{key}' stands twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a run file in YAML is expected") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds {type(data).__name__}, but sections such as `model:` are expected")
+    return data
+
+
+def write_yaml(data: dict[str, Any], path: Path) -> None:
+    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+
+
+def override(data: dict[str, Any], setting: str) -> None:
+    """Apply one `section.key=value`; list items are named by their index, as in `stages.0.steps=10`."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {setting}: must be section.key=value, such as --set optimizer.clip_norm=0.25")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise UserError(f"--set {setting}: '{text}' is not a YAML value") from None
+    *path, last = key.split(".")
+    holder: Any = data
+    for part in path:
+        holder = _child(holder, part, setting)
+    if isinstance(holder, list):
+        holder[_index(holder, last, setting)] = value
+    else:
+        holder[last] = value
+
+
+def _child(holder: Any, part: str, setting: str) -> Any:
+    child = holder[_index(holder, part, setting)] if isinstance(holder, list) else holder.setdefault(part, {})
+    if not isinstance(child, dict | list):
+        raise UserError(f"--set {setting}: '{part}' holds {child!r}, not a section")
+    return child
+
+
+def _index(items: list[Any], part: str, setting: str) -> int:
+    if not part.isdigit() or int(part) >= len(items):
+        raise UserError(f"--set {setting}: '{part}' must be an index from 0 to {len(items) - 1}")
+    return int(part)

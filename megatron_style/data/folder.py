@@ -1,0 +1,61 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, which takes its place when the body is done. On any error it is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp's are private
+        _flush_to_disk(temporary)
+        _put_in_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _put_in_place(new: Path, target: Path) -> None:
+    """Rename. A folder that is in the way is moved aside first, and back again if the rename fails."""
+    if not target.exists():
+        new.rename(target)
+    else:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
+            old = Path(aside) / target.name
+            target.rename(old)
+            try:
+                new.rename(target)
+            except BaseException:
+                old.rename(target)
+                raise
+    _sync(target.parent)
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename may reach the disk before the data does, unless the data was sent there first."""
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # the only way to read it is to set it
+    os.umask(mask)
+    return mask

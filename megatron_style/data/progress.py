@@ -1,0 +1,30 @@
+"""How far a long pass is: a bar on a terminal, one line at its end elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from megatron_style.config.command import log
+
+
+@contextmanager
+def byte_progress(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """Gives the function to call with the number of bytes just done."""
+    if sys.stderr.isatty():
+        with tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True) as bar:
+            yield bar.update
+        return
+    done = 0
+    begin = time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+
+    yield advance
+    log(f"{label}: {done / 1e6:.1f} MB in {time.monotonic() - begin:.1f} s")

@@ -1,0 +1,236 @@
+"""Text to token ids and back: a word dictionary as fairseq writes it, and byte-level byte pairs.
+
+Both number their tokens by falling frequency, because adaptive embeddings give the low ids the wide vectors.
+Both keep the same four specials in front, and close every line, blank ones too, with </s>.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, count, groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_style.config.errors import UserError
+
+BOS, PAD, EOS, UNK = range(4)
+SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
+MULTIPLE = 8  # vocabularies are padded to it: matrix units like it, and tensor-parallel shards divide it
+
+DICTIONARY_FILE = "dict.txt"
+BPE_FILE = "tokenizer.json"
+DEFAULT_BPE_VOCAB = 8192
+SMALLEST_BPE_VOCAB = len(SPECIALS) + 256  # every byte must have a token, or some text could not be encoded
+
+
+class Tokenizer(Protocol):
+    """What the rest of the project knows about a tokenizer."""
+
+    @property
+    def kind(self) -> str:
+        """`words` or `bpe`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, specials and padding included."""
+
+    @property
+    def eos(self) -> int:
+        return EOS
+
+    def encode_line(self, line: str) -> list[int]:
+        """The ids of one line, closed by </s>."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt: its lines, with </s> between them but not after the last."""
+        return list(chain.from_iterable(self.encode_line(line) for line in text.split("\n")))[:-1]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids; </s> becomes a newline."""
+
+    def save(self, folder: Path) -> None:
+        """Write the one file that `load_tokenizer` reads back."""
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a folder (dict.txt or tokenizer.json), or in that one file."""
+    if path.is_file():
+        return BpeTokenizer.load(path) if path.suffix == ".json" else WordDictionary.load(path)
+    found = [path / name for name in (DICTIONARY_FILE, BPE_FILE) if (path / name).is_file()]
+    if not found:
+        raise UserError(f"{path}: no tokenizer here; expected {DICTIONARY_FILE} (words) or {BPE_FILE} (bpe)")
+    if len(found) > 1:
+        raise UserError(f"{path}: holds both {DICTIONARY_FILE} and {BPE_FILE}; name the one that is meant")
+    return load_tokenizer(found[0])
+
+
+class WordDictionary(Tokenizer):
+    """Whole words, numbered in the order of dict.txt; id = line + 4."""
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = dict(counts)
+        self._words = [*SPECIALS, *self._counts]
+        self._ids = {word: index for index, word in enumerate(self._words)}
+        assert len(self._ids) == len(self._words), "a special among the words"
+
+    @classmethod
+    def build(cls, counts: Mapping[str, int], *, threshold: int = 0, vocab_size: int | None = None) -> WordDictionary:
+        """The most frequent words, ties in code point order, padded with words that never occur."""
+        words = {word: n for word, n in counts.items() if word not in SPECIALS}
+        if not words:
+            raise UserError("the training text holds no words; a dictionary needs at least one")
+        kept = sorted((word for word, n in words.items() if n >= threshold), key=lambda word: (-words[word], word))
+        if not kept:
+            most = max(words.values())
+            raise UserError(f"--threshold {threshold} leaves no words: the most frequent one occurs {most} times")
+        if vocab_size is not None:
+            if vocab_size <= len(SPECIALS):
+                raise UserError(f"--vocab-size {vocab_size} leaves no words: {len(SPECIALS)} ids are specials")
+            kept = kept[: vocab_size - len(SPECIALS)]
+        return cls({word: words[word] for word in kept} | dict.fromkeys(_padding(kept), 0))
+
+    @classmethod
+    def load(cls, path: Path) -> WordDictionary:
+        try:
+            lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start} is not UTF-8; expected lines of `word count`") from error
+        counts: dict[str, int] = {}
+        for number, line in enumerate(lines, start=1):
+            word, word_count = _dictionary_entry(line, where=f"{path}:{number}")
+            if word in counts or word in SPECIALS:
+                what = "is one of the four specials, which are implied" if word in SPECIALS else "occurs twice"
+                raise UserError(f"{path}:{number}: `{word}` {what}; every word must be listed once")
+            counts[word] = word_count
+        return cls(counts)
+
+    @property
+    def kind(self) -> str:
+        return "words"
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._words)
+
+    def encode_line(self, line: str) -> list[int]:
+        # str.split cuts at the same characters as the regular expression \s+, which is what fairseq uses
+        return [*(self._ids.get(word, UNK) for word in line.split()), EOS]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        lines = (" ".join(self._words[i] for i in line) for line in _split_at_eos(ids))
+        return "\n".join(lines)
+
+    def save(self, folder: Path) -> None:
+        with (folder / DICTIONARY_FILE).open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{word} {n}\n" for word, n in self._counts.items())
+
+
+class BpeTokenizer(Tokenizer):
+    """Byte-level byte pairs: no text is unknown, and decoding gives back the very line."""
+
+    def __init__(self, model: tokenizers.Tokenizer) -> None:
+        self._model = model
+        # A `</s>` in the text is text. Were it the special, a document could forge line ends. Not stored in the file.
+        self._model.encode_special_tokens = True
+
+    @classmethod
+    def train(cls, lines: Iterable[str], vocab_size: int = DEFAULT_BPE_VOCAB) -> BpeTokenizer:
+        """Learn the merges. Ids are the trainer's; `sorted_by` numbers them by frequency."""
+        if vocab_size < SMALLEST_BPE_VOCAB:
+            raise UserError(f"--vocab-size {vocab_size} is too small for bpe: at least {SMALLEST_BPE_VOCAB}")
+        model = tokenizers.Tokenizer(tokenizers.models.BPE())
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=list(SPECIALS),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        model.train_from_iterator(lines, trainer)
+        tokens = _tokens_by_id(model)
+        return cls(_renumbered(model, [*tokens, *_padding(tokens[len(SPECIALS) :])]))
+
+    def sorted_by(self, counts: NDArray[np.int64]) -> BpeTokenizer:
+        """The same merges, numbered by falling count; ties by the token's string."""
+        tokens = _tokens_by_id(self._model)
+        frequency = dict(zip(tokens, counts.tolist(), strict=True))
+        ordinary = sorted(tokens[len(SPECIALS) :], key=lambda token: (-frequency[token], token))
+        return BpeTokenizer(_renumbered(self._model, [*SPECIALS, *ordinary]))
+
+    @classmethod
+    def load(cls, path: Path) -> BpeTokenizer:
+        try:
+            model = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError:
+            raise
+        except Exception as error:  # the library raises bare Exception for a file it cannot read
+            raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
+        for index, special in enumerate(SPECIALS):
+            if model.id_to_token(index) != special:
+                raise UserError(f"{path}: id {index} is {model.id_to_token(index)!r}; it must be {special!r}")
+        if None in _tokens_by_id(model):
+            raise UserError(f"{path}: its ids have gaps; they must run from 0 to {model.get_vocab_size() - 1}")
+        return cls(model)
+
+    @property
+    def kind(self) -> str:
+        return "bpe"
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_vocab_size())
+
+    def encode_line(self, line: str) -> list[int]:
+        ids: list[int] = self._model.encode(line, add_special_tokens=False).ids
+        return [*ids, EOS]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in _split_at_eos(ids))
+
+    def save(self, folder: Path) -> None:
+        (folder / BPE_FILE).write_text(self._model.to_str(pretty=True), encoding="utf-8", newline="\n")
+
+
+def _padding(words: Sequence[str]) -> list[str]:
+    """Names for the ids that fill the vocabulary up to the next multiple; a name the text uses is skipped."""
+    missing = -(len(SPECIALS) + len(words)) % MULTIPLE
+    taken = set(words)
+    free = (name for number in count() if (name := f"madeupword{number:04d}") not in taken)
+    return [next(free) for _ in range(missing)]
+
+
+def _dictionary_entry(line: str, *, where: str) -> tuple[str, int]:
+    """Split from the right, as fairseq does: only the last field is the count."""
+    word, _, number = line.rstrip().rpartition(" ")
+    if not word or not (number.isascii() and number.isdigit()):
+        raise UserError(f"{where}: holds {line[:60]!r}; expected `word count`")
+    return word, int(number)
+
+
+def _split_at_eos(ids: Iterable[int]) -> list[list[int]]:
+    """Lines of ids; a closing </s> leaves an empty last line, so that joining with newlines ends in one."""
+    lines: list[list[int]] = [[]]
+    for is_end, group in groupby(map(int, ids), key=lambda i: i == EOS):
+        if is_end:
+            lines.extend([] for _ in group)
+        else:
+            lines[-1].extend(group)
+    return lines
+
+
+def _tokens_by_id(model: tokenizers.Tokenizer) -> list[Any]:
+    return [model.id_to_token(index) for index in range(model.get_vocab_size())]
+
+
+def _renumbered(model: tokenizers.Tokenizer, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """The same model with these tokens as ids 0, 1, ...; merges name tokens by string and stay as they are."""
+    content = json.loads(model.to_str())
+    content["model"]["vocab"] = {token: index for index, token in enumerate(tokens)}
+    return tokenizers.Tokenizer.from_str(json.dumps(content))

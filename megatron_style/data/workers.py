@@ -1,0 +1,93 @@
+"""One parallel map: results in the order of the items, and never more than a few items under way.
+
+The same code serves one process, a pool of processes, and the ranks of an `mpirun`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Protocol, TypeVar, cast
+
+from megatron_style.config.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class WorkerPool(Protocol):
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """`function` of each item, in order. Items are drawn as workers come free: memory stays flat."""
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def mpi_world_size() -> int:
+    """From the launcher's variables: importing mpi4py outside `mpirun` would start MPI."""
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
+
+
+@contextmanager
+def worker_pool(workers: int) -> Iterator[WorkerPool]:
+    """A pool for the body. Under `mpirun` the ranks are the workers: rank 0 runs the body, the others leave inside."""
+    if workers < 1:
+        raise UserError(f"--workers {workers} must be at least 1")
+    if mpi_world_size() > 1:
+        with _mpi_executor() as executor:
+            yield _ExecutorPool(executor, in_flight=2 * mpi_world_size())
+    elif workers == 1:
+        yield _ThisProcess()
+    else:
+        with ProcessPoolExecutor(workers, initializer=_leave_interrupts_to_the_parent) as executor:
+            try:
+                yield _ExecutorPool(executor, in_flight=2 * workers)
+            except BrokenProcessPool as error:
+                raise ChildProcessError("a worker process died (out of memory?); try fewer --workers") from error
+
+
+class _ThisProcess:
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        return map(function, items)
+
+
+class _ExecutorPool:
+    def __init__(self, executor: Executor, *, in_flight: int) -> None:
+        self._executor = executor
+        self._in_flight = in_flight
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        pending: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                pending.append(self._executor.submit(function, item))
+                if len(pending) >= self._in_flight:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:  # after an error, what has not begun must not begin
+            for future in pending:
+                future.cancel()
+
+
+@contextmanager
+def _mpi_executor() -> Iterator[Executor]:
+    from mpi4py import MPI
+    from mpi4py.futures import MPICommExecutor
+
+    with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
+        if executor is not None:
+            yield cast(Executor, executor)
+            return
+    sys.exit(0)  # another rank: it has served until rank 0 was done
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,34 @@
+"""One pre-norm transformer block."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.model.attention import Attention
+from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
+from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
+from megatron_style.parallel.sharding import uniform
+from megatron_style.parallel.topology import Axis
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+        super().__init__()
+        D, ffn = config.hidden_size, config.ffn_size
+        self.rates = config.dropout
+        self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
+        self.attention = Attention(config, axis)
+        self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
+        self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
+        self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
+
+    def forward(self, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """The block's output, and its attention input: what the next segment's cache is made of."""
+        seen = self.attention_norm(x)
+        mixed = self.attention(seen, cached, pos, noise)
+        x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
+        inner = sharded_dropout(F.relu(self.up(self.ffn_norm(x))), self.rates.activation, noise)
+        x = x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn"))
+        return x, seen

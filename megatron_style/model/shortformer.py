@@ -1,0 +1,73 @@
+"""Shortformer: a decoder whose positions can enter queries and keys only, so that a segment can be attended to again.
+
+Without the cache and with positions added to the embeddings it is the Baevski & Auli language model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.model.block import Block
+from megatron_style.model.cache import SegmentCache
+from megatron_style.model.positions import SinusoidalPositions
+from megatron_style.model.vocabulary import make_vocabulary
+from megatron_style.parallel.randomness import Noise, replicated_dropout
+from megatron_style.parallel.topology import Axis
+
+
+class Shortformer(nn.Module):
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, axis: Axis | None = None, *, recompute: bool = False
+    ) -> None:
+        super().__init__()
+        axis = axis or Axis()
+        self.config, self.recompute = config, recompute
+        self.vocabulary = make_vocabulary(config, vocab_size, axis)
+        self.positions = SinusoidalPositions(config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, axis) for _ in range(config.layers))
+
+    def empty_cache(self, rows: int, capacity: int) -> SegmentCache:
+        return SegmentCache.empty(
+            layers=self.config.layers,
+            rows=rows,
+            hidden_size=self.config.hidden_size,
+            capacity=capacity,
+            like=self.positions.table,
+        )
+
+    def forward(
+        self, ids_BT: Tensor, targets_BT: Tensor, cache: SegmentCache, noise: Noise | None = None
+    ) -> tuple[Tensor, SegmentCache]:
+        """Negative log-likelihood of each target [B, T], and the cache that the next segment of these rows needs.
+
+        `noise` is where dropout masks come from; without it nothing is dropped."""
+        x_BTD, cache = self.features(ids_BT, cache, noise)
+        nll_N = self.vocabulary.nll(x_BTD.flatten(0, 1), targets_BT.reshape(-1), noise and noise.at("vocabulary"))
+        return nll_N.view(ids_BT.shape), cache
+
+    def features(self, ids_BT: Tensor, cache: SegmentCache, noise: Noise | None = None) -> tuple[Tensor, SegmentCache]:
+        """The last block's output [B, T, D]; there is no final norm."""
+        x = self.vocabulary.embed(ids_BT) * self.config.hidden_size**0.5
+        pos: Tensor | None = self.positions(cache.length + ids_BT.shape[1])
+        if self.config.positions == "added":
+            x, pos = x + self.positions(ids_BT.shape[1]), None
+        x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
+        seen = []
+        for i, (block, cached) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+            x, attention_input = self._run(block, x, cached, pos, noise and noise.at(i))
+            seen.append(attention_input)
+        return x, cache.advance(seen)
+
+    def _run(
+        self, block: nn.Module, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(block, x, cached, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
+        return block(x, cached, pos, noise)  # type: ignore[no-any-return]
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

@@ -1,0 +1,120 @@
+"""From token ids to vectors, and from vectors to the loss of token ids. Split by token id over the tensor axis.
+
+Shape letters: N tokens of all rows, D hidden, V tokens of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
+from megatron_style.parallel.layers import VocabParallelTable
+from megatron_style.parallel.loss import sharded_logsumexp, sharded_pick
+from megatron_style.parallel.randomness import Noise, replicated_dropout
+from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier
+from megatron_style.parallel.topology import Axis
+
+
+class Band(nn.Module):
+    """A frequency band of an adaptive vocabulary: tokens first..first+V with vectors of their own width."""
+
+    def __init__(self, first: int, last: int, width: int, hidden_size: int, axis: Axis) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.table = VocabParallelTable(last - first, width, axis=axis, weight=normal(width**-0.5))
+        self.projection = parameter(Layout((hidden_size, width), None, xavier(width, hidden_size)), axis)
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Indices of the ids that belong to this band."""
+        return torch.where((ids >= self.first) & (ids < self.last))[0]
+
+
+class AdaptiveVocabulary(nn.Module):
+    """Baevski & Auli's adaptive input and softmax, tables and tail projections tied.
+
+    Band 0 is scored without its projection, which belongs to the input side only. A tail token's probability is that
+    of its band (a cluster logit beside band 0's) times its probability inside the band."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, axis: Axis) -> None:
+        super().__init__()
+        D, factor = config.hidden_size, config.vocabulary.factor
+        self.axis, self.hidden_size, self.dropout = axis, D, config.dropout.softmax
+        edges = pairwise((0, *config.vocabulary.cutoffs, vocab_size))
+        bands = [Band(*edge, D // factor**i, D, axis) for i, edge in enumerate(edges)]
+        self.bands = cast("Sequence[Band]", nn.ModuleList(bands))
+        tails = len(self.bands) - 1
+        self.clusters = parameter(Layout((tails, D), None, xavier(D, tails)), axis)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        flat, dtype = ids.reshape(-1), self.clusters.dtype
+        out_ND = torch.zeros(flat.numel(), self.hidden_size, dtype=dtype, device=ids.device)
+        for band in self.bands:
+            index, rows = band.table.owned_rows(flat - band.first)
+            # Each rank projects its own tokens only, so the projection's gradient is a sum over the ranks.
+            out_ND.index_copy_(0, index, F.linear(rows, copy_to_shards(band.projection, self.axis)))
+        return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
+
+    def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
+        """Negative log-likelihood of each target; no matrix of tokens x whole vocabulary is built."""
+        head, *tails = self.bands
+        x_ND = replicated_dropout(x_ND, self.dropout, noise)
+        words = _full_precision(head.table.logits(x_ND))
+        clusters = _full_precision(F.linear(x_ND, self.clusters))
+        total = torch.logaddexp(sharded_logsumexp(words, self.axis), clusters.logsumexp(-1))
+        nll_N = total - _pick(words, targets_N, head.table)  # for a tail token nothing is picked yet
+        for i, band in enumerate(tails):
+            index = band.holds(targets_N)
+            narrow = F.linear(x_ND[index], band.projection.T)
+            narrow = replicated_dropout(narrow, self.dropout, noise and noise.at(i))
+            inside = _table_nll(narrow, targets_N[index] - band.first, band.table)
+            nll_N = nll_N.index_add(0, index, inside - clusters[index, i])
+        return nll_N
+
+
+class PlainVocabulary(nn.Module):
+    """One table for input and output (`tied`), or one for each (`untied`)."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, axis: Axis) -> None:
+        super().__init__()
+        D = config.hidden_size
+        self.axis, self.hidden_size = axis, D
+        self.table = VocabParallelTable(vocab_size, D, axis=axis, weight=normal(D**-0.5))
+        if config.vocabulary.kind == "untied":
+            self.output_table = VocabParallelTable(vocab_size, D, axis=axis, weight=normal(D**-0.5))
+        else:
+            self.output_table = self.table
+
+    def embed(self, ids: Tensor) -> Tensor:
+        index, rows = self.table.owned_rows(ids.reshape(-1))
+        out_ND = torch.zeros(ids.numel(), self.hidden_size, dtype=rows.dtype, device=ids.device)
+        out_ND.index_copy_(0, index, rows)
+        return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
+
+    def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
+        del noise  # the reference drops nothing here
+        return _table_nll(x_ND, targets_N, self.output_table)
+
+
+def make_vocabulary(config: ModelConfig, vocab_size: int, axis: Axis) -> AdaptiveVocabulary | PlainVocabulary:
+    kind = AdaptiveVocabulary if config.vocabulary.kind == "adaptive" else PlainVocabulary
+    return kind(config, vocab_size, axis)
+
+
+def _table_nll(x: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
+    logits = _full_precision(table.logits(x))
+    return sharded_logsumexp(logits, table.axis) - _pick(logits, targets, table)
+
+
+def _pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
+    return sharded_pick(logits, targets, layout_of(table.weight).owned(table.axis), table.axis)
+
+
+def _full_precision(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype.itemsize < 4 else logits

@@ -1,0 +1,68 @@
+"""Linear and embedding layers whose weights are split over the tensor axis."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
+from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag
+from megatron_style.parallel.topology import Axis
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the output features split: each rank computes its own columns of y."""
+
+    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = parameter(Layout((out_features, in_features), 0, weight), axis)
+        self.bias = parameter(Layout((out_features,), 0, bias), axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(copy_to_shards(x, self.axis), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the input features split: partial sums are reduced, then the bias is added once."""
+
+    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = parameter(Layout((out_features, in_features), 1, weight), axis)
+        self.bias = parameter(Layout((out_features,), None, bias), axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        return reduce_from_shards(F.linear(x, self.weight), self.axis) + self.bias
+
+
+class ReplicatedLayerNorm(nn.LayerNorm):
+    """Every rank of the tensor axis holds it whole."""
+
+    def __init__(self, size: int, *, axis: Axis) -> None:
+        super().__init__(size)
+        for param in self.parameters():
+            tag(param, Layout((size,)), axis)
+
+
+class VocabParallelTable(nn.Module):
+    """Token vectors split by token id. Read it for embeddings, multiply by it for logits."""
+
+    def __init__(self, tokens: int, width: int, *, axis: Axis, weight: Draw) -> None:
+        super().__init__()
+        self.axis, self.tokens = axis, tokens
+        self.weight = parameter(Layout((tokens, width), 0, weight), axis)
+
+    def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the ids (counted from this table's first) this rank holds, and their vectors."""
+        mine = layout_of(self.weight).owned(self.axis)
+        (index,) = torch.where((ids >= mine.start) & (ids < mine.stop))
+        return index, F.embedding(ids[index] - mine.start, self.weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's columns [..., tokens / tp]; rows that only pad the shard are left out."""
+        mine = layout_of(self.weight).owned(self.axis)
+        return F.linear(copy_to_shards(x, self.axis), self.weight[: len(mine)])

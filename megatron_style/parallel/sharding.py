@@ -1,0 +1,113 @@
+"""How a logical parameter is cut over the tensor axis. Said once; initialisation, the gradient norm, checkpoints
+and conversion read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_style.parallel.randomness import derive_key
+from megatron_style.parallel.topology import Axis
+
+Draw = Callable[[Tensor, torch.Generator], object]  # fills a tensor in place
+_ROWS_PER_DRAW = 1024  # a weight is drawn in blocks of rows, so that a rank never holds more than its shard and a block
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The logical (unsharded) shape of a parameter, the dim it is split along, and its initial distribution."""
+
+    shape: tuple[int, ...]
+    shard_dim: int | None = None  # None: every rank holds all of it
+    draw: Draw | None = None  # None: the module that made it has initialised it
+
+    def shard_shape(self, ways: int) -> tuple[int, ...]:
+        shape = list(self.shape)
+        if self.shard_dim is not None:
+            shape[self.shard_dim] = -(-shape[self.shard_dim] // ways)
+        return tuple(shape)
+
+    def owned(self, axis: Axis) -> range:
+        """The indices along the split dim that a rank holds; fewer on the last ranks when they do not divide."""
+        assert self.shard_dim is not None
+        size = self.shape[self.shard_dim]
+        each = -(-size // axis.size)
+        return range(min(size, axis.rank * each), min(size, (axis.rank + 1) * each))
+
+
+def parameter(layout: Layout, axis: Axis) -> nn.Parameter:
+    """An uninitialised shard; see `initialise`."""
+    return tag(nn.Parameter(torch.empty(layout.shard_shape(axis.size))), layout, axis)
+
+
+def tag(param: nn.Parameter, layout: Layout, axis: Axis) -> nn.Parameter:
+    param.logical = layout  # type: ignore[attr-defined]
+    # DeepSpeed's gradient norm reads this; without it clipping is silently wrong under tensor parallelism.
+    param.tensor_model_parallel = axis.size > 1 and layout.shard_dim is not None  # type: ignore[attr-defined]
+    return param
+
+
+def layout_of(param: nn.Parameter) -> Layout:
+    layout: Layout = param.logical  # type: ignore[attr-defined]
+    return layout
+
+
+def layouts_of(model: nn.Module) -> dict[str, Layout]:
+    return {name: layout_of(param) for name, param in model.named_parameters()}
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int, axis: Axis) -> None:
+    """Draw every weight under the key of its name, so that all grids start from the same numbers."""
+    for name, param in model.named_parameters():
+        layout = layout_of(param)
+        if layout.draw is not None:
+            _draw_shard(param, layout, derive_key(seed, "initial", name), axis)
+
+
+def _draw_shard(param: Tensor, layout: Layout, key: int, axis: Axis) -> None:
+    param.zero_()  # rows that pad the last shards stay zero
+    by_rows = layout.shard_dim == 0
+    wanted = layout.owned(axis) if by_rows else range(layout.shape[0])
+    for block in range(wanted.start // _ROWS_PER_DRAW, -(-wanted.stop // _ROWS_PER_DRAW)):
+        first = block * _ROWS_PER_DRAW
+        rows = torch.empty(min(_ROWS_PER_DRAW, layout.shape[0] - first), *layout.shape[1:], dtype=torch.float32)
+        assert layout.draw is not None
+        layout.draw(rows, torch.Generator().manual_seed(derive_key(key, block)))
+        if not by_rows:
+            part = rows if layout.shard_dim is None else shard(rows, layout.shard_dim, axis.size)[axis.rank]
+            param[first : first + len(rows)] = part
+            continue
+        keep = range(max(first, wanted.start), min(first + len(rows), wanted.stop))
+        param[keep.start - wanted.start : keep.stop - wanted.start] = rows[keep.start - first : keep.stop - first]
+
+
+def shard(full: Tensor, dim: int, ways: int) -> list[Tensor]:
+    """Cut into equal parts along `dim`, the last ones padded with zeros where it does not divide."""
+    each = -(-full.shape[dim] // ways)
+    padding = full.new_zeros(*full.shape[:dim], each * ways - full.shape[dim], *full.shape[dim + 1 :])
+    return list(torch.cat([full, padding], dim).chunk(ways, dim))
+
+
+def unshard(parts: Sequence[Tensor], dim: int, size: int) -> Tensor:
+    return torch.cat(list(parts), dim).narrow(dim, 0, size)
+
+
+def uniform(bound: float) -> Draw:
+    return lambda weight, generator: weight.uniform_(-bound, bound, generator=generator)
+
+
+def normal(std: float) -> Draw:
+    return lambda weight, generator: weight.normal_(0, std, generator=generator)
+
+
+def zeros(weight: Tensor, generator: torch.Generator) -> object:
+    del generator
+    return weight.zero_()
+
+
+def xavier(fan_in: int, fan_out: int, gain: float = 1.0) -> Draw:
+    return uniform(gain * (6 / (fan_in + fan_out)) ** 0.5)

@@ -1,0 +1,60 @@
+"""Where this process sits in the data x tensor grid, and the groups it talks to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_style.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the process grid. `Axis()` is a grid of one: there is nobody to talk to."""
+
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def sum(self, value: Tensor) -> Tensor:
+        total = value.clone()
+        if self.size > 1:
+            dist.all_reduce(total, group=self.group)
+        return total
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks that share a data rank are neighbours, so that tensor parallelism stays inside a host."""
+
+    data: Axis = Axis()
+    tensor: Axis = Axis()
+
+    @property
+    def is_first(self) -> bool:
+        return self.data.rank == 0 and self.tensor.rank == 0
+
+    @classmethod
+    def of_world(cls, *, tensor: int) -> Topology:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if world % tensor:
+            fitting = [n for n in range(1, world + 1) if world % n == 0]
+            raise UserError(
+                f"parallel.tensor ({tensor}) must divide the {world} processes of this launch; one of {fitting} would"
+            )
+        return cls(
+            data=_join([range(first, world, tensor) for first in range(tensor)], rank),
+            tensor=_join([range(first, first + tensor) for first in range(0, world, tensor)], rank),
+        )
+
+
+def _join(partitions: list[range], rank: int) -> Axis:
+    """Create every group (a collective call), keep the one that holds this rank."""
+    mine = Axis()
+    for ranks in partitions:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            mine = Axis(size=len(ranks), rank=ranks.index(rank), group=group)
+    return mine

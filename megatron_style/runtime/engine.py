@@ -1,0 +1,140 @@
+"""DeepSpeed behind four verbs: forward, accumulate, update, save and load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_style.model.cache import SegmentCache
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.randomness import Noise
+from megatron_style.parallel.sharding import layout_of, unshard
+from megatron_style.parallel.topology import Axis, Topology
+
+
+@dataclass(frozen=True)
+class Update:
+    learning_rate: float
+    grad_norm: float  # before clipping
+    applied: bool  # false when the gradient was not finite
+
+
+class TrainingEngine:
+    def __init__(
+        self,
+        model: Shortformer,
+        optimizer: torch.optim.Optimizer | None,
+        ds_config: dict[str, Any],
+        topology: Topology,
+    ) -> None:
+        """Without an optimizer, the ds_config must have one."""
+        self._topology = topology
+        self._clip_norm = float(ds_config["gradient_clipping"])
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            model_parameters=None if optimizer else model.parameters(),
+            config=ds_config,
+            mpu=_MpuView(topology),
+            dist_init_required=False,
+        )
+        if self.zero_stage == 3:
+            # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
+            for param in model.vocabulary.parameters():
+                deepspeed.zero.register_external_parameter(model, param)
+
+    @property
+    def model(self) -> Shortformer:
+        return cast(Shortformer, self._engine.module)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self._engine.zero_optimization_stage())
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor, cache: SegmentCache, noise: Noise | None
+    ) -> tuple[Tensor, SegmentCache]:
+        return self._engine(inputs, targets, cache, noise)  # type: ignore[no-any-return]
+
+    def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add this micro-batch's gradient; the last one triggers the data-parallel mean."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss)
+
+    def update(self, learning_rate: float | None) -> Update:
+        """Clip, step, clear; a gradient that is not finite changes nothing. `None`: the ds_config has a scheduler."""
+        groups = self._engine.optimizer.param_groups
+        if learning_rate is None:
+            learning_rate = float(groups[0]["lr"])
+        for group in groups:
+            group["lr"] = learning_rate
+        if self.zero_stage > 0:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+            return Update(learning_rate, norm, applied=self._engine.was_step_applied())
+        norm = gradient_norm(self.model, self._topology.tensor)
+        if not math.isfinite(norm):
+            self._engine.zero_grad()
+            return Update(learning_rate, norm, applied=False)
+        scale = min(1.0, self._clip_norm / (norm + 1e-6))
+        torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+        self._engine.step()
+        return Update(learning_rate, norm, applied=True)
+
+    def save(self, directory: Path, tag: str) -> None:
+        self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+
+    def load(self, directory: Path, tag: str) -> None:
+        path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
+        assert path is not None, f"DeepSpeed found nothing in {directory / tag}"
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every logical parameter in float32 on the first rank; empty on the others. All ranks call it together."""
+        weights = {}
+        for name, param in self.model.named_parameters():
+            full = _gather(param, self._topology.tensor)
+            if self._topology.is_first:
+                weights[name] = full.cpu().clone()
+        return weights
+
+
+def gradient_norm(model: nn.Module, axis: Axis) -> float:
+    """Over all logical parameters, each counted once."""
+    total = torch.zeros((), dtype=torch.float64)
+    for param in model.parameters():
+        if param.grad is not None and (layout_of(param).shard_dim is not None or axis.rank == 0):
+            total += param.grad.double().square().sum().cpu()
+    return math.sqrt(axis.sum(total).item())
+
+
+def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
+    """From the data-parallel ranks (the float32 master copy, where ZeRO keeps one), then from the tensor ranks."""
+    layout = layout_of(param)
+    local = deepspeed.utils.safe_get_full_fp32_param(param)
+    local = (param.detach() if local is None else local).float().view(layout.shard_shape(axis.size))
+    if layout.shard_dim is None or axis.size == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in range(axis.size)]
+    dist.all_gather(parts, local.contiguous(), group=axis.group)
+    return unshard(parts, layout.shard_dim, layout.shape[layout.shard_dim])
+
+
+class _MpuView:
+    """Topology in the words DeepSpeed asks for."""
+
+    def __init__(self, topology: Topology) -> None:
+        for name, axis in (("data", topology.data), ("model", topology.tensor), ("tensor_model", topology.tensor)):
+            setattr(self, f"get_{name}_parallel_rank", lambda axis=axis: axis.rank)
+            setattr(self, f"get_{name}_parallel_world_size", lambda axis=axis: axis.size)
+            setattr(self, f"get_{name}_parallel_group", lambda axis=axis: axis.group)

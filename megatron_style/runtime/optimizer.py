@@ -1,0 +1,48 @@
+"""The optimizers. They keep no state beside the parameters': ZeRO may call them on any slice of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from torch import nn
+
+from megatron_style.config.run import OptimizerConfig
+
+
+class NAG(torch.optim.SGD):
+    """Nesterov's accelerated gradient with the reference's learning-rate-corrected momentum.
+
+    The reference keeps a velocity v and rescales it whenever the learning rate changes from lr' to lr:
+
+        p += mu^2 (lr/lr') v - (1 + mu) lr g        v = mu (lr/lr') v - lr g
+
+    With v = -lr' u this is  u = mu u + g,  p -= lr (g + mu u):  Nesterov momentum in units of the gradient, which needs
+    no record of the last learning rate. Weight decay is decoupled from the gradient, as in the reference."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        for group in self.param_groups:
+            group["decay"] = weight_decay
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            if group["decay"]:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.mul_(1 - group["lr"] * group["decay"])
+        return super().step(closure)
+
+
+def make_optimizer(config: OptimizerConfig, params: Iterable[nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
+    """`on_cpu`: ZeRO keeps the optimizer's state in host memory, where DeepSpeed's own Adam is much faster."""
+    if (config.name or "nag") == "nag":
+        return NAG(params, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay)
+    kind = DeepSpeedCPUAdam if on_cpu else torch.optim.AdamW
+    made: torch.optim.Optimizer = kind(
+        params, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+    return made

@@ -1,0 +1,47 @@
+"""Join and leave the process grid, under any launcher or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from megatron_style.parallel.topology import Topology
+
+
+@contextmanager
+def distributed_session(*, tensor: int) -> Iterator[Topology]:
+    deepspeed.utils.logger.setLevel("WARNING")
+    # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    joined_here = not dist.is_initialized()
+    if joined_here and launcher() == "none":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    try:
+        yield Topology.of_world(tensor=tensor)
+        dist.barrier()  # nobody leaves while another rank still needs it
+    finally:
+        if joined_here:
+            dist.destroy_process_group()
+
+
+def launcher() -> str:
+    """Who started this process, by what it left in the environment."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun"
+    if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
+        return "mpirun"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return "deepspeed"
+    return "none"
+
+
+def device() -> torch.device:
+    return torch.device(get_accelerator().current_device_name())

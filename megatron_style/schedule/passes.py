@@ -1,0 +1,106 @@
+"""A pass: how what is unread is handed out to the rows of the batch, one segment a row and step.
+
+In text order each row walks a *lane*, a contiguous stretch, so that the cache of a row is always the text just
+before it. Shuffled, each row gets any segment. Either way each unread token is read once, and only the last step of
+a pass is short.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_style.schedule.unread import Places, Unread
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What some rows read in one step: row i reads stream[places[i, :lengths[i]]]."""
+
+    places: Places  # [rows, width]; beyond a row's length they repeat a valid place
+    lengths: Places  # [rows]
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    unread: Unread
+    rows: int  # over all data-parallel ranks
+    segment_length: int
+
+    @property
+    @abstractmethod
+    def steps(self) -> int: ...
+
+    @abstractmethod
+    def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
+        """First place and length of what each row reads; the length is zero for a row that has nothing left."""
+
+    @abstractmethod
+    def after(self, turns: int) -> Unread:
+        """What is left when the first `turns` steps have been read."""
+
+    def tokens_at(self, turn: int) -> int:
+        """Over all rows."""
+        return int(self._lengths(turn).sum())
+
+    def read(self, turn: int, rows: Places) -> Reading:
+        width = int(self._lengths(turn).max())  # over all rows, so that it is the same on every rank
+        firsts, lengths = self.extent(turn, rows)
+        offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
+        places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
+        return Reading(self.unread.in_stream(places), lengths)
+
+    def _lengths(self, turn: int) -> Places:
+        return self.extent(turn, np.arange(self.rows))[1]
+
+
+@dataclass(frozen=True)
+class TextLanes(Pass):
+    @property
+    def steps(self) -> int:
+        longest_lane = _ceil_div(self.unread.tokens, self.rows)
+        return _ceil_div(longest_lane, self.segment_length)
+
+    def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
+        firsts = self._bounds[rows] + turn * self.segment_length
+        return firsts, np.clip(self._bounds[rows + 1] - firsts, 0, self.segment_length)
+
+    def after(self, turns: int) -> Unread:
+        ends = self._bounds[1:]
+        return self.unread.keep(np.minimum(self._bounds[:-1] + turns * self.segment_length, ends), ends)
+
+    @cached_property
+    def _bounds(self) -> Places:
+        """Lane i is the places bounds[i]..bounds[i + 1]; lanes differ by at most one token."""
+        return np.arange(self.rows + 1) * self.unread.tokens // self.rows
+
+
+@dataclass(frozen=True)
+class ShuffledSegments(Pass):
+    key: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        return _ceil_div(len(self._order), self.rows)
+
+    def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
+        order, tokens = self._order, self.unread.tokens
+        index = turn * self.rows + rows
+        firsts = np.where(index < len(order), order[np.minimum(index, len(order) - 1)] * self.segment_length, tokens)
+        return firsts, np.clip(tokens - firsts, 0, self.segment_length)
+
+    def after(self, turns: int) -> Unread:
+        firsts = np.sort(self._order[turns * self.rows :]) * self.segment_length
+        return self.unread.keep(firsts, np.minimum(firsts + self.segment_length, self.unread.tokens))
+
+    @cached_property
+    def _order(self) -> Places:
+        """Segments in the order they are read."""
+        return np.random.default_rng(self.key).permutation(_ceil_div(self.unread.tokens, self.segment_length))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

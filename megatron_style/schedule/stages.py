@@ -1,0 +1,163 @@
+"""Which stage, shape and place in the data a step has: a pure function of the step.
+
+A run is a list of passes. A pass opens its lanes anew, so every cache is empty then; it is opened by an epoch or by
+a stage. A stage that opens in mid-epoch hands out what the stage before left unread, so no token is read twice and
+none is lost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_style.config.errors import UserError
+from megatron_style.config.run import RunConfig, StageConfig
+from megatron_style.schedule.passes import Pass, Reading, ShuffledSegments, TextLanes
+from megatron_style.schedule.unread import Unread
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of steps with one segment length. `rows` and `micro_rows` are per data-parallel rank."""
+
+    index: int
+    segment_length: int
+    cache_length: int
+    rows: int
+    micro_rows: int
+
+    @property
+    def accumulation(self) -> int:
+        return self.rows // self.micro_rows
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.index + 1}: {self.rows} x {self.segment_length} tokens a rank, "
+            f"{self.accumulation} x {self.micro_rows} rows at once, cache {self.cache_length}"
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    step: int
+    stage: Stage
+    epoch: int  # from 0
+    turn: int  # how many segments each row has read since its lanes were opened
+    lanes: Pass
+
+    @property
+    def opens_lanes(self) -> bool:
+        """No text before these rows: every cache is empty."""
+        return self.turn == 0
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens of this step over all data-parallel ranks."""
+        return self.lanes.tokens_at(self.turn)
+
+    def read(self, *, data_rank: int, micro: int) -> Reading:
+        """What one micro-batch reads; the global batch does not depend on how it is split."""
+        first = (data_rank * self.stage.accumulation + micro) * self.stage.micro_rows
+        return self.lanes.read(self.turn, np.arange(first, first + self.stage.micro_rows))
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    first_step: int
+    stage: Stage
+    epoch: int
+    lanes: Pass
+
+
+class StageSchedule:
+    """`plan(step)` for a run over a corpus of `corpus_tokens`, on `data_parallel` ranks."""
+
+    def __init__(self, run: RunConfig, *, corpus_tokens: int, data_parallel: int) -> None:
+        self.stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
+        for stage in self.stages:
+            _check_corpus(stage, corpus_tokens, data_parallel)
+        self._corpus_tokens, self._data_parallel = corpus_tokens, data_parallel
+        self._cached, self._seed = run.model.cache, run.seed
+        self._stretches = []
+        self.total_steps = 0
+        for stretch, steps in self._lay_out(run.stages):
+            self._stretches.append(stretch)
+            self.total_steps = stretch.first_step + steps
+        self._firsts = [stretch.first_step for stretch in self._stretches]
+
+    def plan(self, step: int) -> StepPlan:
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} is outside the schedule of {self.total_steps} steps")
+        stretch = self._stretches[bisect_right(self._firsts, step) - 1]
+        return StepPlan(step, stretch.stage, stretch.epoch, step - stretch.first_step, stretch.lanes)
+
+    def tokens_before(self, step: int) -> int:
+        """Target tokens of all steps before this one, over all data-parallel ranks."""
+        total = 0
+        for stretch, following in zip(self._stretches, [*self._firsts[1:], self.total_steps], strict=True):
+            turns = min(step, following) - stretch.first_step
+            if turns <= 0:
+                break
+            total += stretch.lanes.unread.tokens - stretch.lanes.after(turns).tokens
+        return total
+
+    def opens_stage(self, step: int) -> bool:
+        return step == 0 or self.plan(step).stage != self.plan(step - 1).stage
+
+    def closes_stage(self, step: int) -> bool:
+        return step + 1 == self.total_steps or self.opens_stage(step + 1)
+
+    def _lay_out(self, extents: tuple[StageConfig, ...]) -> Iterator[tuple[_Stretch, int]]:
+        whole = Unread.whole(self._corpus_tokens)
+        step, epoch, unread = 0, 0, whole
+        for stage, extent in zip(self.stages, extents, strict=True):
+            end_step = step + extent.steps if extent.steps else None
+            end_epoch = epoch + extent.epochs if extent.epochs else None
+            tokens_left = extent.tokens
+            while step != end_step and epoch != end_epoch and (tokens_left is None or tokens_left > 0):
+                lanes = self._open(stage, unread, epoch, step)
+                steps = lanes.steps if end_step is None else min(lanes.steps, end_step - step)
+                if tokens_left is not None:
+                    steps = min(steps, -(-tokens_left // (lanes.rows * lanes.segment_length)))
+                yield _Stretch(step, stage, epoch, lanes), steps
+                step += steps
+                left = lanes.after(steps)
+                if tokens_left is not None:
+                    tokens_left -= unread.tokens - left.tokens
+                epoch, unread = (epoch, left) if left.tokens else (epoch + 1, whole)
+
+    def _open(self, stage: Stage, unread: Unread, epoch: int, step: int) -> Pass:
+        rows = stage.rows * self._data_parallel
+        if self._cached:
+            return TextLanes(unread, rows, stage.segment_length)
+        return ShuffledSegments(unread, rows, stage.segment_length, key=(self._seed, epoch, step))
+
+
+def resolve_stage(run: RunConfig, index: int) -> Stage:
+    """Rows, micro-batch rows and accumulation of a stage, from the tokens per batch and the memory bound."""
+    config, tokens = run.stages[index], run.data.tokens_per_batch
+    rows = tokens // config.segment_length
+    most = max(1, (run.parallel.micro_tokens or tokens) // config.segment_length)
+    micro_rows = config.micro_rows or max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
+    if rows % micro_rows:
+        fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+        near = sorted(fitting, key=lambda n: abs(n - micro_rows))[:2]
+        raise UserError(
+            f"stages.{index}.micro_rows ({micro_rows}) must divide the {rows} rows of the batch "
+            f"({tokens} tokens / {config.segment_length}); the nearest that do are {sorted(near)}"
+        )
+    cache_length = (config.cache_length or config.segment_length) if run.model.cache else 0
+    return Stage(index, config.segment_length, cache_length, rows, micro_rows)
+
+
+def _check_corpus(stage: Stage, corpus_tokens: int, data_parallel: int) -> None:
+    rows = stage.rows * data_parallel
+    if corpus_tokens < rows * stage.segment_length:
+        raise UserError(
+            f"stages.{stage.index}: the corpus has {corpus_tokens} tokens, {corpus_tokens // rows} for each of the "
+            f"{rows} rows ({stage.rows} x {data_parallel} data-parallel ranks), less than one segment of "
+            f"{stage.segment_length}; use a larger corpus, fewer ranks or a smaller data.tokens_per_batch"
+        )

@@ -1,0 +1,137 @@
+"""Train a Shortformer. Read this file first: it is the whole program, top to bottom.
+
+deepspeed --module megatron_style.train run_configs/quickstart.yaml
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_style.checkpoint.model_folder import write_model
+from megatron_style.checkpoint.store import CheckpointStore, Progress
+from megatron_style.config.command import command_parser, run_command
+from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.run import RunConfig, load_run
+from megatron_style.data.corpus import Corpus, open_corpus
+from megatron_style.data.lanes import read_batch
+from megatron_style.inference.perplexity import Mode, Protocol, Score, score
+from megatron_style.model.cache import SegmentCache
+from megatron_style.parallel.randomness import Noise, derive_key, seed_sharded_dropout
+from megatron_style.parallel.topology import Topology
+from megatron_style.runtime.build import build_engine
+from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.runtime.journal import Journal
+from megatron_style.runtime.session import distributed_session
+from megatron_style.schedule.learning_rate import learning_rate_at
+from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
+
+
+def train(run: RunConfig) -> None:
+    with distributed_session(tensor=run.parallel.tensor) as topology:
+        corpus = open_corpus(run.data, check_ids=topology.is_first)
+        run.model.check_vocabulary(corpus.vocab_size)
+        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        engine = build_engine(run, schedule, corpus.vocab_size, topology)
+        checkpoints = CheckpointStore(run.output.path / "checkpoints", topology)
+        progress = checkpoints.restore(engine, schedule)
+
+        with Journal(run, schedule, topology, first_step=progress.step) as journal:
+            for step in range(progress.step, schedule.total_steps):
+                plan = schedule.plan(step)
+                if schedule.opens_stage(step):
+                    journal.stage(plan)
+                begin = time.monotonic()
+                loss, caches = accumulate_gradients(engine, corpus, plan, progress.caches, topology, run.seed)
+                update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
+                progress = Progress(step + 1, caches)
+
+                stage_ends = schedule.closes_stage(step)
+                if due(progress.step, run.output.log_every) or stage_ends or not update.applied:
+                    journal.step(plan, topology.data.sum(loss).item(), update, time.monotonic() - begin)
+                if due(progress.step, run.output.evaluate_every) or stage_ends:
+                    journal.held_out(progress.step, evaluate(engine, corpus, schedule.stages[-1]))
+                if due(progress.step, run.output.save_every) or stage_ends:
+                    checkpoints.save(engine, progress)
+            export(engine, run, corpus, schedule, topology)
+
+
+def accumulate_gradients(
+    engine: TrainingEngine,
+    corpus: Corpus,
+    plan: StepPlan,
+    caches: tuple[SegmentCache, ...],
+    topology: Topology,
+    seed: int,
+) -> tuple[Tensor, tuple[SegmentCache, ...]]:
+    """Forward and backward over the micro-batches of one step; each owns its lanes and its cache.
+
+    Returns this rank's share of the mean loss over all target tokens of the step."""
+    stage, share, next_caches = plan.stage, torch.zeros((), device=engine.device), []
+    for micro in range(stage.accumulation):
+        batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
+        inputs, targets, counted = (
+            torch.from_numpy(array).to(engine.device) for array in (batch.inputs, batch.targets, batch.counted)
+        )
+        cache = engine.model.empty_cache(stage.micro_rows, stage.cache_length) if plan.opens_lanes else caches[micro]
+        noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
+        seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
+
+        nll, cache = engine.forward(inputs, targets, cache, noise)
+        mine = (nll * counted).sum() / plan.tokens
+        engine.accumulate(mine * topology.data.size, is_last=micro == stage.accumulation - 1)  # ranks are averaged
+
+        share += mine.detach()
+        next_caches.append(cache)
+    return share, tuple(next_caches)
+
+
+def evaluate(engine: TrainingEngine, corpus: Corpus, last: Stage) -> Score:
+    """Held-out text by one protocol all through the run, so that its stages can be compared."""
+    mode: Mode = "cached" if last.cache_length else "nonoverlapping"
+    protocol = Protocol(
+        mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
+    )
+    return score(engine.model, corpus.valid.tokens, protocol, eos=corpus.eos)
+
+
+def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: StageSchedule, topology: Topology) -> None:
+    weights, last = engine.full_weights(), schedule.stages[-1]
+    if topology.is_first:
+        config = ModelFolderConfig(
+            model=run.model,
+            vocab_size=corpus.vocab_size,
+            eos=corpus.eos,
+            segment_length=last.segment_length,
+            cache_length=last.cache_length,
+            step=schedule.total_steps,
+        )
+        write_model(run.output.path / "model", config, weights, corpus.tokenizer)
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def main() -> None:
+    parser = command_parser(
+        "train",
+        "Train a Shortformer through all its stages, on one process or under any launcher. "
+        "A run that was interrupted goes on from its last checkpoint.",
+        "deepspeed --module megatron_style.train run_configs/quickstart.yaml --set output.path=runs/first",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
+    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="in place of the run file's `deepspeed`")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
+    args = parser.parse_args()
+    settings = args.settings + ([f"deepspeed={args.deepspeed_config}"] if args.deepspeed_config else [])
+    train(load_run(args.run, settings))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,345 @@
+"""`prepare` as users run it: what it writes, what it refuses, and what it leaves behind when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_style.config.command import run_command
+from megatron_style.config.errors import UserError
+from megatron_style.data.store import open_store
+from megatron_style.data.text import TextFile
+from megatron_style.data.tokenizer import load_tokenizer
+from megatron_style.data.workers import worker_pool
+from megatron_style.prepare import Recipe, main, prepare_corpus
+from tests.data.oracle import ORACLE, needs_oracle
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARE = [sys.executable, "-m", "megatron_style.prepare"]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+def exit_code(*argv: object) -> int | str | None:
+    """Run the command in this process."""
+    with pytest.raises(SystemExit) as leaving:
+        run_command(lambda: main([str(arg) for arg in argv]))
+    return leaving.value.code
+
+
+def run(command: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_text(path: Path, lines: int, seed: int = 0) -> Path:
+    """Lines of words, frequent and rare, blank lines among them."""
+    generator = random.Random(seed)
+    words = [f"w{i}é" for i in range(400)]
+    weights = [1 / (i + 1) for i in range(400)]
+    text = (" ".join(generator.choices(words, weights, k=generator.randrange(12))) for _ in range(lines))
+    path.write_text("".join(line + "\n" for line in text), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    """Flags that name a small training and validation file."""
+    train, valid = write_text(tmp_path / "train.txt", 2000), write_text(tmp_path / "valid.txt", 100, seed=1)
+    return ["--train", str(train), "--valid", str(valid)]
+
+
+def only_inputs_left(folder: Path) -> bool:
+    return all(path.suffix == ".txt" for path in folder.iterdir())
+
+
+# What it writes
+
+
+@needs_oracle
+def test_the_references_own_text_gives_the_references_own_bytes(tmp_path: Path) -> None:
+    dictionary = load_tokenizer(ORACLE / "data")
+    for split in ("train", "valid"):
+        stream = open_store(ORACLE / "data" / split).tokens
+        (tmp_path / split).write_text(dictionary.decode(stream), encoding="utf-8")
+    inputs = ["--train", tmp_path / "train", "--valid", tmp_path / "valid"]
+    assert exit_code(*inputs, "--dictionary", ORACLE / "data" / "dict.txt", "--output", tmp_path / "out") == 0
+    written = content(tmp_path / "out")
+    for name in ("dict.txt", "train.bin", "train.idx", "valid.bin", "valid.idx"):
+        assert written[name] == (ORACLE / "data" / name).read_bytes(), name
+
+
+@needs_oracle
+def test_a_dictionary_counted_anew_is_the_references(tmp_path: Path) -> None:
+    """Cut words are <unk> in the decoded text, so only words that were kept can be counted: all of them must agree."""
+    reference = load_tokenizer(ORACLE / "data")
+    text = tmp_path / "train"
+    text.write_text(reference.decode(open_store(ORACLE / "data" / "train").tokens), encoding="utf-8")
+    assert exit_code("--train", text, "--valid", text, "--threshold", 2, "--output", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "dict.txt").read_bytes() == (ORACLE / "data" / "dict.txt").read_bytes()
+
+
+def test_the_record_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_text("x y x\n\nx\n")
+    (tmp_path / "b").write_text("x z")
+    out = tmp_path / "out"
+    assert exit_code("--train", tmp_path / "a", "--valid", tmp_path / "b", "--output", out, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["status"], shown["vocab_size"], shown["valid_unknown"]) == ("written", 8, 1)
+    record = json.loads((out / "corpus.json").read_text())
+    assert (record["format"], record["tokenizer"], record["eos"]) == (1, "words", 2)
+    train = record["splits"]["train"]
+    assert [train[key] for key in ("lines", "tokens", "words", "unknown", "bytes")] == [3, 7, 4, 0, 9]
+    assert [source["name"] for source in train["sources"]] == ["a"]
+    assert open_store(out / "train").tokens.tolist() == [4, 5, 4, 2, 2, 4, 2]
+    assert str(tmp_path) not in (out / "corpus.json").read_text()
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    files = [TextFile.at(write_text(tmp_path / f"{i}.txt", 1500, seed=i)) for i in range(2)]
+    recipe = Recipe({"train": files, "valid": files[:1]}, kind, vocab_size=320)
+    for workers in (1, 2, 3):
+        with worker_pool(workers) as pool:
+            prepare_corpus(recipe, tmp_path / f"out{workers}", pool, chunk_bytes=5000)
+    assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
+    with worker_pool(1) as pool:  # nor does the size of a chunk matter
+        prepare_corpus(recipe, tmp_path / "whole", pool)
+    assert content(tmp_path / "out1") == content(tmp_path / "whole")
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="no mpirun beside this Python")
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_ranks_of_mpirun_write_the_same_bytes_and_speak_once(tmp_path: Path, text: list[str], kind: str) -> None:
+    flags = [*text, "--tokenizer", kind, "--vocab-size", 320, "--json"]
+    ranks = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", 3]
+    done = run([*ranks, *PREPARE, *flags, "--output", tmp_path / "mpi"])
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert exit_code(*flags, "--workers", 1, "--output", tmp_path / "one") == 0
+    assert content(tmp_path / "mpi") == content(tmp_path / "one")
+
+
+def test_a_ten_megabyte_line_is_a_line_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("first\n" + "word " * 2_000_000 + "\nlast")
+    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt"]
+    assert exit_code(*flags, "--output", tmp_path / "out", "--workers", 2) == 0
+    assert open_store(tmp_path / "out" / "train").line_sizes.tolist() == [2, 2_000_001, 2]
+
+
+def test_byte_pairs_give_the_text_back(tmp_path: Path, text: list[str]) -> None:
+    assert exit_code(*text, "--tokenizer", "bpe", "--vocab-size", 400, "--output", tmp_path / "out") == 0
+    decoded = load_tokenizer(tmp_path / "out").decode(open_store(tmp_path / "out" / "valid").tokens)
+    assert decoded == (tmp_path / "valid.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, text: list[str], kind: str) -> None:
+    assert exit_code(*text, "--tokenizer", kind, "--output", tmp_path / "first") == 0
+    assert exit_code(*text, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
+    first, second = content(tmp_path / "first"), content(tmp_path / "second")
+    assert {name for name in first if first[name] != second[name]} == {"corpus.json"}
+
+
+# An output that exists already
+
+
+def test_the_same_recipe_again_changes_nothing(
+    tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert exit_code(*text, "--output", out) == 0
+    before = [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]
+    assert exit_code(*text, "--output", out) == 0
+    assert "already holds this corpus" in capsys.readouterr().err
+    assert before == [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]
+
+
+def test_another_recipe_is_refused_unless_told_to_overwrite(
+    tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert exit_code(*text, "--output", out) == 0
+    before = content(out)
+    assert exit_code(*text, "--threshold", 3, "--output", out) == 2
+    assert "its threshold is 0, not 3" in capsys.readouterr().err
+    assert content(out) == before
+    assert exit_code(*text, "--threshold", 3, "--output", out, "--overwrite") == 0
+    assert content(out) != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "train.txt", "valid.txt"]
+
+
+def test_a_changed_text_file_or_a_damaged_store_is_noticed(
+    tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert exit_code(*text, "--output", out) == 0
+    with (out / "valid.bin").open("ab") as file:
+        file.write(b"xx")
+    assert exit_code(*text, "--output", out) == 2
+    assert "valid.bin is not what corpus.json says" in capsys.readouterr().err
+    assert exit_code(*text, "--output", out, "--overwrite") == 0
+    write_text(tmp_path / "train.txt", 10, seed=9)
+    assert exit_code(*text, "--output", out) == 2
+    assert "its text files are others" in capsys.readouterr().err
+
+
+def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path, text: list[str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.doc").write_text("mine")
+    assert exit_code(*text, "--output", out, "--overwrite") == 2
+    assert (out / "thesis.doc").read_text() == "mine"
+    (out / "thesis.doc").unlink()
+    assert exit_code(*text, "--output", out) == 0  # an empty folder is as good as none
+
+
+# What it refuses
+
+
+BAD_FLAGS = {
+    "a missing file": (["--train", "{dir}/missing", "--valid", "{dir}/valid.txt"], "missing: no such file"),
+    "a folder": (["--train", "{dir}", "--valid", "{dir}/valid.txt"], "is not a regular file"),
+    "an empty file": (["--train", "{dir}/empty.txt", "--valid", "{dir}/valid.txt"], "empty.txt: is empty"),
+    "binary garbage": (["--train", "{dir}/train.txt", "--valid", "{dir}/garbage.txt"], "garbage.txt: byte 5 is"),
+    "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),
+    "a corpus and files": (["--corpus", "sotu", "--train", "{dir}/train.txt"], "brings its own files"),
+    "nothing": ([], "nothing to prepare"),
+    "no validation text": (["--train", "{dir}/train.txt"], "--valid FILE"),
+    "too high a threshold": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "999999"],
+        "--threshold 999999 leaves no words",
+    ),
+    "a threshold for bpe": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--tokenizer", "bpe", "--threshold", "2"],
+        "--threshold 2 is for --tokenizer words",
+    ),
+    "too small a vocabulary": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--tokenizer", "bpe", "--vocab-size", "100"],
+        "--vocab-size 100 is too small",
+    ),
+    "no dictionary": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--dictionary", "{dir}/nowhere"],
+        "nowhere: no tokenizer here",
+    ),
+    "no workers": (["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--workers", "0"], "--workers 0"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS.values(), ids=BAD_FLAGS.keys())
+@pytest.mark.usefixtures("text")
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "garbage.txt").write_bytes(b"PNG\r\n\x00\xff\xfe")
+    assert exit_code(*(flag.format(dir=tmp_path) for flag in flags), "--output", tmp_path / "out") == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert only_inputs_left(tmp_path)
+
+
+def test_bad_input_in_a_real_process_has_no_traceback(tmp_path: Path, text: list[str]) -> None:
+    (tmp_path / "train.txt").write_bytes(b"fine\n" * 3 + b"\xff\n")
+    done = run([*PREPARE, *text, "--workers", 2, "--output", tmp_path / "out"])
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/train.txt: byte 15 is not UTF-8")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert only_inputs_left(tmp_path)
+
+
+def test_help_has_an_example() -> None:
+    done = run([*PREPARE, "--help"])
+    assert done.returncode == 0
+    assert "python -m megatron_style.prepare --corpus sotu --output" in done.stdout
+
+
+# What it leaves behind when the machine fails it
+
+
+def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(tmp_path: Path, text: list[str]) -> None:
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
+    limited += "from megatron_style.prepare import main; from megatron_style.config.command import run_command; "
+    limited += "run_command(lambda: main(sys.argv[1:]))"
+    done = run([sys.executable, "-c", limited, *text, "--output", tmp_path / "out"])
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "rror" in line] == ["error: [Errno 27] File too large"]
+    assert only_inputs_left(tmp_path)
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=1m none {disk}"
+    if os.geteuid() != 0 or run(["unshare", "-m", "sh", "-c", mount]).returncode != 0:
+        pytest.skip("mounting a small disk needs root and the right to unshare")
+    train = write_text(tmp_path / "big.txt", 150_000)
+    flags = f"--train {train} --valid {train} --output {disk}/out"
+    script = f"{mount} && {' '.join(PREPARE)} {flags}; code=$?; ls -A {disk}; exit $code"
+    done = run(["unshare", "-m", "sh", "-c", script])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
+    assert done.stdout == ""  # nothing on the disk
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    train = write_text(tmp_path / "train.txt", 100_000)
+    command = [*PREPARE, "--train", train, "--valid", train, "--tokenizer", "bpe", "--output", tmp_path / "out"]
+    words = [str(word) for word in command]
+    process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 20
+    while only_inputs_left(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+    assert only_inputs_left(tmp_path)
+
+
+def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    good, bad = write_text(tmp_path / "good.txt", 100), tmp_path / "bad.txt"
+    bad.write_bytes(b"fine\n" * 1000 + b"\xff")
+    recipe = Recipe({"train": [TextFile.at(good)], "valid": [TextFile.at(bad)]}, "words")
+    with pytest.raises(UserError, match="byte 5000"), worker_pool(2) as pool:
+        prepare_corpus(recipe, tmp_path / "out", pool, chunk_bytes=1000)
+    assert only_inputs_left(tmp_path)
+
+
+def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
+    """Bytes that one process needed at most to prepare the text."""
+    # Not getrusage: its peak includes that of the process which started this one.
+    code = "import sys; from pathlib import Path; from megatron_style.prepare import main; main(sys.argv[1:]); "
+    code += "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
+    command = [sys.executable, "-c", code, "--train", train, "--valid", valid, "--workers", 1, "--output", output]
+    freed_at_once = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+    return int(run([*command, *flags], env=freed_at_once).stdout.splitlines()[-1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    valid = write_text(tmp_path / "valid.txt", 10_000)
+    assert exit_code("--train", valid, "--valid", valid, "--output", tmp_path / "small") == 0
+    block = valid.read_bytes()
+    peaks = []
+    for megabytes in (32, 64):
+        train = tmp_path / f"train{megabytes}.txt"
+        train.write_bytes(block * (megabytes * 1_000_000 // len(block)))
+        output = tmp_path / f"out{megabytes}"
+        peaks.append(peak_memory(train, valid, output, "--dictionary", tmp_path / "small"))
+    assert peaks[1] - peaks[0] < 6e6  # the ids alone of the 32 MB more would be 10 MB

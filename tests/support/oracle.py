@@ -1,0 +1,41 @@
+"""Recorded outputs of the reference implementation, where they are at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from megatron_style.checkpoint.fairseq import read_fairseq
+from megatron_style.model.shortformer import Shortformer
+
+ORACLE = Path(__file__).resolve().parents[2].parent / "shared" / "oracle"
+needs_oracle = pytest.mark.skipif(
+    not ORACLE.is_dir(), reason="the reference's recorded outputs (shared/oracle beside this checkout) are absent"
+)
+
+
+def reference_model(checkpoint: str, dtype: torch.dtype = torch.float64) -> Shortformer:
+    imported = read_fairseq(ORACLE / "ckpt" / f"{checkpoint}.pt")
+    model = Shortformer(imported.config.model, imported.config.vocab_size).to(dtype)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in with_tied(model, imported.weights).items()})
+    return model
+
+
+def with_tied(model: Shortformer, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state dict also lists the second name of a tied table."""
+    tied = {"vocabulary.output_table.weight": "vocabulary.table.weight"}
+    return weights | {name: weights[first] for name, first in tied.items() if name in model.state_dict()}
+
+
+def recorded(path: str) -> Any:
+    return json.loads((ORACLE / path).read_text())
+
+
+def recorded_tokens(split: str) -> NDArray[np.int64]:
+    return np.fromfile(ORACLE / "data" / f"{split}.bin", dtype="<u2").astype(np.int64)
