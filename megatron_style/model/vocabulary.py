@@ -77,6 +77,18 @@ class AdaptiveVocabulary(nn.Module):
             nll_N = nll_N.index_add(0, index, inside - clusters[index, i])
         return nll_N
 
+    def log_probs(self, x_ND: Tensor) -> Tensor:
+        """The whole distribution [N, V], for sampling: one process only."""
+        assert self.axis.size == 1
+        head, *tails = self.bands
+        logits = torch.cat([head.table.logits(x_ND), F.linear(x_ND, self.clusters)], -1)
+        words, clusters = _full_precision(logits).log_softmax(-1).split([head.last, len(tails)], -1)
+        parts = [words]
+        for i, band in enumerate(tails):
+            inside = _full_precision(band.table.logits(F.linear(x_ND, band.projection.T))).log_softmax(-1)
+            parts.append(clusters[:, i : i + 1] + inside)
+        return torch.cat(parts, -1)
+
 
 class PlainVocabulary(nn.Module):
     """One table for input and output (`tied`), or one for each (`untied`)."""
@@ -100,6 +112,11 @@ class PlainVocabulary(nn.Module):
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
         del noise  # the reference drops nothing here
         return _table_nll(x_ND, targets_N, self.output_table)
+
+    def log_probs(self, x_ND: Tensor) -> Tensor:
+        """The whole distribution [N, V], for sampling: one process only."""
+        assert self.axis.size == 1
+        return _full_precision(self.output_table.logits(x_ND)).log_softmax(-1)
 
 
 def make_vocabulary(config: ModelConfig, vocab_size: int, axis: Axis) -> AdaptiveVocabulary | PlainVocabulary:

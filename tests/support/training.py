@@ -1,0 +1,70 @@
+"""A few steps of a small run on some grid, with everything a law may want to compare."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_style.config.run import RunConfig
+from megatron_style.data.corpus import Corpus, open_corpus
+from megatron_style.data.store import TokenStoreWriter
+from megatron_style.runtime.build import build_engine
+from megatron_style.runtime.session import distributed_session
+from megatron_style.schedule.learning_rate import learning_rate_at
+from megatron_style.schedule.stages import StageSchedule
+from megatron_style.train import accumulate_gradients
+from tests.support.run_ranks import run_ranks
+
+VOCAB_SIZE = 37  # divides by no number of ranks
+
+
+@dataclass
+class History:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    applied: list[bool] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def write_corpus(folder: Path, *, tokens: int = 1200, vocab_size: int = VOCAB_SIZE) -> None:
+    """Random text with some order in it, so that there is something to learn."""
+    rng = np.random.default_rng(7)
+    stream = rng.integers(0, vocab_size, tokens)
+    stream[1::2] = (stream[::2][: len(stream[1::2])] * 3 + 1) % vocab_size
+    for split in ("train", "valid"):
+        with TokenStoreWriter(folder / split, vocab_size) as writer:
+            writer.append(stream, np.array([len(stream)]))
+
+
+def write_ds_config(folder: Path, **settings: Any) -> Path:
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def train_on(world: int, run: RunConfig) -> History:
+    """All steps of the run on `world` ranks; what the first rank saw."""
+    history: History = run_ranks(world, _train, run)[0]
+    return history
+
+
+def _train(run: RunConfig) -> History:
+    with distributed_session(tensor=run.parallel.tensor) as topology:
+        corpus: Corpus = open_corpus(run.data)
+        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        engine = build_engine(run, schedule, corpus.vocab_size, topology)
+        history, caches = History(), ()
+        for step in range(schedule.total_steps):
+            plan = schedule.plan(step)
+            loss, caches = accumulate_gradients(engine, corpus, plan, caches, topology, run.seed)
+            update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
+            history.losses.append(topology.data.sum(loss).item())
+            history.norms.append(update.grad_norm)
+            history.applied.append(update.applied)
+        history.weights = engine.full_weights()
+        return history
