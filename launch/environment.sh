@@ -1,18 +1,26 @@
-# Sourced by the other scripts: the virtual environment and the variables every process needs.
+# Sourced by the other scripts, from the project's root: the virtual environment and the variables processes need.
 
 export PATH="$PWD/.venv/bin:$PATH"
-export TORCH_EXTENSIONS_DIR="$PWD/.venv/torch_extensions" # one per environment: a stale lock elsewhere would hang the start
-if ! command -v nvidia-smi >/dev/null; then
-    export DS_ACCELERATOR=cpu
-fi
+export TORCH_EXTENSIONS_DIR="$PWD/.venv/torch_extensions" # one per environment: a stale lock elsewhere hangs the start
+gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi -L || true) | wc -l)
+[ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
 
-# Make .venv and install a requirements file into it, unless that was already done for this very file.
+# Make .venv and install a requirements file into it, unless that was already done for these very files.
 install_requirements() {
-    local file=$1 stamp
-    [ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
+    local file=$1 python=${PYTHON:-python3} stamp
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "error: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed (set PYTHON to it)" >&2
+        return 2
+    fi
+    [ -x .venv/bin/pip ] || "$python" -m venv .venv
     stamp=".venv/$(cat requirements.txt "$file" | sha256sum | cut -c 1-16).installed"
     [ -e "$stamp" ] && return
-    echo "Installing $file into .venv (once, a minute or two) ..." >&2
-    python -m pip install --quiet --disable-pip-version-check --requirement "$file"
+    echo "Installing $file into .venv (once; a minute or two) ..." >&2
+    pip install --quiet --disable-pip-version-check --requirement "$file"
     touch "$stamp"
+}
+
+# A port of this machine that nobody listens on.
+free_port() {
+    python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }

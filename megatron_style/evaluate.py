@@ -26,6 +26,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 def main() -> None:
     args = parse_args()
+    if args.nll and (not args.nll.parent.is_dir() or args.nll.is_dir()):
+        raise UserError(f"--nll {args.nll}: must be a file in a folder that exists")
     model, config = read_model(args.model, DTYPES[args.dtype])
     protocol = make_protocol(args, config)
     store = open_store(args.data)

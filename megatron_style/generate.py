@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -22,6 +23,11 @@ def main() -> None:
     check(args)
     model, config = read_model(args.model)
     tokenizer = load_tokenizer(args.model)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise UserError(
+            f"{args.model}: its tokenizer makes {tokenizer.vocab_size} ids, but the model knows {config.vocab_size}; "
+            "the tokenizer it was trained with is needed"
+        )
     stream = generate(
         model,
         tokenizer.encode(args.prompt),
@@ -45,7 +51,7 @@ def main() -> None:
     if args.json:
         show({"prompt": args.prompt, "text": tokenizer.decode(written), "tokens": len(written)}, as_json=True)
     else:
-        sys.stdout.write("\n")
+        sys.stdout.write(tokenizer.decode(written)[len(text) :] + "\n")
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,12 +76,14 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--prompt is empty; give it at least one word")
     if args.tokens < 1:
         raise UserError(f"--tokens is {args.tokens}; it must be at least 1")
-    if args.temperature < 0:
+    if not 0 <= args.temperature < math.inf:
         raise UserError(f"--temperature is {args.temperature}; it must be 0 (greedy) or more")
     if args.top_k is not None and args.top_k < 1:
         raise UserError(f"--top-k is {args.top_k}; it must be at least 1")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise UserError(f"--top-p is {args.top_p}; it must be above 0 and at most 1")
+    if not 0 <= args.seed < 2**63:
+        raise UserError(f"--seed is {args.seed}; it must be at least 0 and below 2^63")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import argparse
 import html
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from megatron_style.config.command import command_parser, run_command, show
+from megatron_style.config.command import add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
 
 _PAGE = """<!doctype html>
@@ -38,16 +39,18 @@ pre {{ overflow-x: auto; background: #8882; padding: 1rem; }}
 
 def main() -> None:
     args = parse_args()
-    runs = {folder.name: read_metrics(folder) for folder in args.runs}
+    if not args.output.parent.is_dir() or args.output.is_dir():
+        raise UserError(f"--output {args.output}: must be a file in a folder that exists")
+    runs = {name: read_metrics(folder) for name, folder in named(args.runs).items()}
     page = _PAGE.format(
         title=html.escape(", ".join(runs)),
         rows="".join(summary_row(name, events) for name, events in runs.items()),
         charts=chart(runs, "train", "loss", "training loss (nats)")
         + chart(runs, "valid", "perplexity", "held-out perplexity"),
-        configs="".join(config_section(folder) for folder in args.runs),
+        configs="".join(config_section(name, folder) for name, folder in named(args.runs).items()),
     )
     args.output.write_text(page, encoding="utf-8")
-    show({"output": str(args.output), "runs": len(runs)}, as_json=False)
+    show({"output": str(args.output), "runs": len(runs)}, as_json=args.json)
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,14 +61,35 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--output", type=Path, required=True, metavar="report.html")
+    add_json_flag(parser)
     return parser.parse_args()
+
+
+def named(folders: Sequence[Path]) -> dict[str, Path]:
+    """Runs by their folder's name, or by its whole path where two share the name."""
+    names = [folder.resolve().name for folder in folders]
+    return {
+        name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
+    }
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{folder}: no metrics.jsonl in it; the folder of a run is expected")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for needed in (path, folder / "run.yaml"):
+        if not needed.is_file():
+            raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line of a killed run may be torn
+    return [read_event(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def read_event(line: str, where: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or "kind" not in event:
+        raise UserError(f"{where}: holds {line[:60]!r}; expected an event as a run writes it")
+    return event
 
 
 def summary_row(name: str, events: list[dict[str, Any]]) -> str:
@@ -93,15 +117,17 @@ def chart(runs: dict[str, list[dict[str, Any]]], kind: str, value: str, label: s
                     event["tokens"], 1, f" L={event['segment_length']}", transform=axes.get_xaxis_transform(), va="top"
                 )
     axes.set(xlabel="tokens", ylabel=label)
-    axes.legend()
+    for entry in axes.legend().get_texts():
+        entry.set_parse_math(False)  # a run may have a $ in its name
     text = io.StringIO()
-    figure.savefig(text, format="svg", bbox_inches="tight")
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata=no_metadata)
     return "<h2>" + html.escape(label) + "</h2>" + text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def config_section(folder: Path) -> str:
+def config_section(name: str, folder: Path) -> str:
     text = (folder / "run.yaml").read_text(encoding="utf-8")
-    return f"<h2>{html.escape(folder.name)}: run.yaml</h2><pre>{html.escape(text)}</pre>"
+    return f"<h2>{html.escape(name)}: run.yaml</h2><pre>{html.escape(text)}</pre>"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_style.checkpoint.model_folder import write_model
 from megatron_style.checkpoint.store import CheckpointStore, Progress
@@ -26,6 +25,7 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.build import build_engine
 from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.runtime.journal import Journal
+from megatron_style.runtime.preflight import preflight
 from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
@@ -41,22 +41,26 @@ def train(run: RunConfig) -> None:
         progress = checkpoints.restore(engine, schedule)
 
         with Journal(run, schedule, topology, first_step=progress.step) as journal:
+            for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
+                journal.preflight(stage, peak)
             for step in range(progress.step, schedule.total_steps):
                 plan = schedule.plan(step)
                 if schedule.opens_stage(step):
-                    journal.stage(plan)
+                    journal.stage_opens(plan)
                 begin = time.monotonic()
                 loss, caches = accumulate_gradients(engine, corpus, plan, progress.caches, topology, run.seed)
                 update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
                 progress = Progress(step + 1, caches)
 
                 stage_ends = schedule.closes_stage(step)
-                if due(progress.step, run.output.log_every) or stage_ends or not update.applied:
-                    journal.step(plan, topology.data.sum(loss).item(), update, time.monotonic() - begin)
+                journal.step(plan, loss, update, time.monotonic() - begin,
+                             show=due(progress.step, run.output.log_every) or stage_ends)  # fmt: skip
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
-                    journal.held_out(progress.step, evaluate(engine, corpus, schedule.stages[-1]))
+                    journal.held_out(progress.step, evaluate(engine, corpus, run, schedule.stages[-1]))
                 if due(progress.step, run.output.save_every) or stage_ends:
                     checkpoints.save(engine, progress)
+                if stage_ends:
+                    journal.stage_closes(plan)
             export(engine, run, corpus, schedule, topology)
 
 
@@ -67,10 +71,10 @@ def accumulate_gradients(
     caches: tuple[SegmentCache, ...],
     topology: Topology,
     seed: int,
-) -> tuple[Tensor, tuple[SegmentCache, ...]]:
+) -> tuple[float, tuple[SegmentCache, ...]]:
     """Forward and backward over the micro-batches of one step; each owns its lanes and its cache.
 
-    Returns this rank's share of the mean loss over all target tokens of the step."""
+    Gives the mean loss over all target tokens of the step, those of the other ranks too."""
     stage, share, next_caches = plan.stage, torch.zeros((), device=engine.device), []
     for micro in range(stage.accumulation):
         batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
@@ -87,16 +91,16 @@ def accumulate_gradients(
 
         share += mine.detach()
         next_caches.append(cache)
-    return share, tuple(next_caches)
+    return topology.data.sum(share).item(), tuple(next_caches)
 
 
-def evaluate(engine: TrainingEngine, corpus: Corpus, last: Stage) -> Score:
+def evaluate(engine: TrainingEngine, corpus: Corpus, run: RunConfig, last: Stage) -> Score:
     """Held-out text by one protocol all through the run, so that its stages can be compared."""
     mode: Mode = "cached" if last.cache_length else "nonoverlapping"
     protocol = Protocol(
         mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
     )
-    return score(engine.model, corpus.valid.tokens, protocol, eos=corpus.eos)
+    return score(engine.model, corpus.valid.tokens[: run.output.evaluate_tokens], protocol, eos=corpus.eos)
 
 
 def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: StageSchedule, topology: Topology) -> None:

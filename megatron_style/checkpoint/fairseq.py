@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import pickle
+import re
+import warnings
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
+from megatron_style.model.shortformer import Shortformer
 
 _BLOCK_NAMES = {
     "attention.query": "self_attn.q_proj",
@@ -23,6 +26,13 @@ _BLOCK_NAMES = {
     "ffn_norm": "final_layer_norm",  # the reference's name for the norm before the feed-forward part
     "up": "fc1",
     "down": "fc2",
+}
+# Settings that change what a model computes without changing its tensors; absent means as here.
+_FIXED_SETTINGS = {
+    "activation_fn": "relu",
+    "decoder_normalize_before": True,
+    "no_token_positional_embeddings": False,
+    "no_scale_embedding": False,
 }
 
 
@@ -35,7 +45,8 @@ class FairseqModel:
 def read_fairseq(path: Path) -> FairseqModel:
     state = _load_safely(path)
     args, theirs = vars(state["args"]), dict(state["model"])
-    config = _folder_config(path, args, theirs, step=state.get("optimizer_history", [{}])[-1].get("num_updates", 0))
+    history = state.get("optimizer_history") or [{}]
+    config = _folder_config(path, args, theirs, step=history[-1].get("num_updates", 0))
     names = fairseq_names(config.model)
     _drop_what_is_not_a_weight(theirs)
     _drop_tied_copies(path, theirs, config.model)
@@ -43,6 +54,7 @@ def read_fairseq(path: Path) -> FairseqModel:
         odd = sorted(set(theirs) ^ set(names.values()))[0]
         where = "has" if odd in theirs else "lacks"
         raise UserError(f"{path}: {where} '{odd}', so it is not a pre-norm decoder without a final norm, as expected")
+    _check_shapes(path, theirs, names, config)
     return FairseqModel(config, {ours: theirs[name].float() for ours, name in names.items()})
 
 
@@ -68,25 +80,40 @@ def fairseq_names(config: ModelConfig) -> dict[str, str]:
 def _load_safely(path: Path) -> dict[str, Any]:
     """Only tensors, plain values and argparse's Namespace are unpickled; anything else is refused, unexecuted."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(path):  # the checksums of the tensors, which torch.load does not look at
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise zipfile.BadZipFile(damaged)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a fairseq checkpoint (.pt) is expected") from None
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0].split(". ")[-1]
-        raise UserError(f"{path}: holds more than tensors and settings, so it was not loaded: {reason}") from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
-        raise UserError(f"{path}: not a whole PyTorch checkpoint: {str(error).splitlines()[0]}") from None
-    if not isinstance(state, dict) or not {"args", "model"} <= set(state):
-        raise UserError(f"{path}: a PyTorch file, but not a fairseq checkpoint with 'args' and 'model'")
+    except PermissionError:
+        raise
+    except Exception as error:  # bytes of another kind make the unpickler raise whatever it stumbles over
+        if foreign := re.search(r"GLOBAL ([\w.]+) ", str(error)):
+            raise UserError(
+                f"{path}: wants to run {foreign[1]}, so it was not loaded; a checkpoint holds tensors and settings only"
+            ) from None
+        raise UserError(f"{path}: truncated, damaged or not a PyTorch file; a fairseq checkpoint is expected") from None
+    if not (
+        isinstance(state, dict)
+        and isinstance(state.get("args"), argparse.Namespace)
+        and isinstance(state.get("model"), dict)
+        and all(isinstance(tensor, Tensor) for tensor in state["model"].values())
+    ):
+        raise UserError(f"{path}: a PyTorch file, but not a fairseq checkpoint with settings ('args') and a 'model'")
     return state
 
 
 def _folder_config(path: Path, args: dict[str, Any], weights: dict[str, Tensor], step: int) -> ModelFolderConfig:
     is_fork = "tokens_from_prev" in args  # the fork has position-infused attention only, plain fairseq has none
     cache_length = args.get("tokens_from_prev", 0)
-    vocabulary, vocab_size = _vocabulary(path, args, weights)
+    for setting, value in _FIXED_SETTINGS.items():
+        if args.get(setting, value) != value:
+            raise UserError(f"{path}: was trained with {setting} {args[setting]}; only {value} can be imported")
     try:
+        vocabulary, vocab_size = _vocabulary(path, args, weights)
         model = {
             "layers": args["decoder_layers"],
             "hidden_size": args["decoder_embed_dim"],
@@ -104,7 +131,7 @@ def _folder_config(path: Path, args: dict[str, Any], weights: dict[str, Tensor],
         }
         data = {"model": model, "vocab_size": vocab_size, "segment_length": args["tokens_per_sample"]}
     except KeyError as error:
-        raise UserError(f"{path}: its settings lack {error}, so it is not a transformer language model") from None
+        raise UserError(f"{path}: lacks {error}, so it is not a transformer language model of fairseq's") from None
     return ModelFolderConfig.parse(data | {"cache_length": cache_length, "step": step}, source=str(path))
 
 
@@ -137,5 +164,17 @@ def _drop_tied_copies(path: Path, weights: dict[str, Tensor], config: ModelConfi
             copies[f"decoder.adaptive_softmax.tail.{tail}.0.weight"] = f"{source}.1.weight"
             copies[f"decoder.adaptive_softmax.tail.{tail}.2.weight"] = f"{source}.0.weight"
     for copy, original in copies.items():
-        if copy in weights and not torch.equal(weights.pop(copy), weights[original]):
+        if {copy, original} <= set(weights) and not torch.equal(weights.pop(copy), weights[original]):
             raise UserError(f"{path}: '{copy}' differs from '{original}', though its settings say they are tied")
+
+
+def _check_shapes(path: Path, weights: dict[str, Tensor], names: dict[str, str], config: ModelFolderConfig) -> None:
+    with torch.device("meta"):  # shapes only, no memory
+        model = Shortformer(config.model, config.vocab_size)
+    for ours, param in model.named_parameters():
+        found = weights[names[ours]].shape
+        if found != param.shape:
+            raise UserError(
+                f"{path}: '{names[ours]}' is {list(found)}, but its settings make it {list(param.shape)}; "
+                "the file is damaged or of another kind"
+            )

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.folder import whole_folder
-from megatron_style.data.tokenizer import Tokenizer
+from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, Tokenizer
 from megatron_style.model.shortformer import Shortformer
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
@@ -24,7 +24,7 @@ def write_model(
     folder: Path, config: ModelFolderConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer | None
 ) -> None:
     """The folder appears whole or not at all."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / _CONFIG).exists():
+    if folder.exists() and not _may_be_replaced(folder):
         raise UserError(f"{folder}: exists and is not a model folder; choose another place for the model")
     with whole_folder(folder) as aside:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside / _WEIGHTS)
@@ -33,15 +33,34 @@ def write_model(
             tokenizer.save(aside)
 
 
+def _may_be_replaced(folder: Path) -> bool:
+    """Is it empty, or a model's and nothing else's? Files of somebody else must not go with an old model."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or (_CONFIG in names and names <= {_WEIGHTS, _CONFIG, DICTIONARY_FILE, BPE_FILE})
+
+
 def read_model_config(folder: Path) -> ModelFolderConfig:
     path = folder / _CONFIG
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: no {_CONFIG} in it; a folder made by `convert` or by a run is expected") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
-    return ModelFolderConfig.parse(data, source=str(path))
+    config = ModelFolderConfig.parse(data, source=str(path))
+    _check_vocabulary(config, path)
+    return config
+
+
+def _check_vocabulary(config: ModelFolderConfig, path: Path) -> None:
+    cutoffs = config.model.vocabulary.cutoffs
+    if max(config.eos, *cutoffs, 0) >= config.vocab_size:
+        raise UserError(
+            f"{path}: vocab_size is {config.vocab_size}; it must be above eos ({config.eos}) and the "
+            f"cutoffs ({list(cutoffs)})"
+        )
 
 
 def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Shortformer, ModelFolderConfig]:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from megatron_style.config.errors import UserError
+from megatron_style.config.errors import RunFailed, UserError
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """A wrong flag is told like any other wrong input: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        log(f"error: {message}; `{self.prog} --help` shows what there is")
+        sys.exit(EXIT_BAD_INPUT)
+
+
 def command_parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return _OneLineParser(
         prog=f"python -m megatron_style.{name}",
         description=about,
         epilog=f"example:\n  {example}",
@@ -32,12 +41,13 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as error:
-        log(f"error: {error}")
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a host make the same mistake: say it once
+            log(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         log("interrupted")
         sys.exit(EXIT_INTERRUPTED)
-    except OSError as error:
+    except (OSError, RunFailed) as error:
         log(f"error: {error}")
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_DONE)

@@ -1,5 +1,9 @@
-"""What a user's mistake looks like: one line, and nothing written."""
+"""What goes wrong, in one line each: a user's mistake, or a run that cannot go on."""
 
 
 class UserError(ValueError):
     """The user's input is wrong. The message names the key or file, what it holds, and what would be right."""
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on, for a reason that is nobody's input. The message says why and what is saved."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.config.section import Section
 from megatron_style.config.yaml_file import override, read_yaml, write_yaml
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
@@ -20,6 +22,7 @@ class DataConfig(Section):
     valid: Path
     vocab_size: PositiveInt | None = None  # only for stores that come without a dictionary
     tokens_per_batch: PositiveInt = 9216  # what each data-parallel rank forwards in one step
+    shuffle: bool | None = None  # segments in any order; default: only without a cache, which needs the text's
 
 
 class StageConfig(Section):
@@ -64,11 +67,12 @@ class OptimizerConfig(Section):
 
     name: Literal["nag", "adamw"] | None = None  # default: nag
     learning_rate: LearningRateConfig | None = None
-    momentum: float = Field(0.99, ge=0, lt=1)  # nag
-    betas: tuple[float, float] = (0.9, 0.98)  # adamw
+    momentum: Fraction = 0.99  # nag
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
     eps: PositiveFloat = 1e-8  # adamw
     weight_decay: NonNegativeFloat = 0.0
     clip_norm: PositiveFloat | None = None  # default: 0.1
+    max_skipped: PositiveInt = 50  # so many updates in a row without a finite gradient end the run
 
 
 class ParallelConfig(Section):
@@ -81,6 +85,7 @@ class OutputConfig(Section):
     path: Path
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
+    evaluate_tokens: PositiveInt | None = None  # so much of the held-out text; default: all
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
 
 
@@ -101,7 +106,14 @@ class RunConfig(Section):
             if getattr(self.model, name) % ways:
                 size = getattr(self.model, name)
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
+        if self.data.shuffle and self.model.cache:
+            raise ValueError("data.shuffle is true, but model.cache is true: a cache needs the text in its order")
         for index, stage in enumerate(self.stages):
+            if (self.parallel.micro_tokens or tokens) < stage.segment_length:
+                raise ValueError(
+                    f"parallel.micro_tokens ({self.parallel.micro_tokens}) must hold at least one row of "
+                    f"stages.{index}.segment_length ({stage.segment_length})"
+                )
             if stage.cache_length and not self.model.cache:
                 raise ValueError(f"stages.{index}.cache_length is {stage.cache_length}, but model.cache is false")
             if tokens % stage.segment_length:

@@ -13,14 +13,18 @@ from megatron_style.config.errors import UserError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, data: object, *, source: str) -> Self:
         """Check plain data (from YAML or JSON) against this section."""
         try:
+            text = json.dumps(data, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a date, a binary, an infinity, a section inside itself
+            raise UserError(f"{source}: holds a value that is not plain: {error}") from None
+        try:
             # The JSON reader is strict about types, but takes a list where a tuple is meant.
-            return cls.model_validate_json(json.dumps(data))
+            return cls.model_validate_json(text)
         except ValidationError as error:
             raise UserError(f"{source}: {_explain(error.errors()[0], cls)}") from None
 

@@ -18,6 +18,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node)
+            if not isinstance(key, str | int | float):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             if key in seen:
                 problem = f"the key '{key}' stands twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
@@ -53,7 +55,7 @@ def write_yaml(data: dict[str, Any], path: Path) -> None:
 def override(data: dict[str, Any], setting: str) -> None:
     """Apply one `section.key=value`; list items are named by their index, as in `stages.0.steps=10`."""
     key, equals, text = setting.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         raise UserError(f"--set {setting}: must be section.key=value, such as --set optimizer.clip_norm=0.25")
     try:
         value = yaml.load(text, Loader=_Loader)

@@ -29,7 +29,7 @@ HELD_OUT_OF = 20  # one name in twenty to valid, one to test
 SOTU_VALID_YEAR, SOTU_TEST_YEAR = 10, 15  # of every twenty: 5% of the text each, some from every century
 
 # Not the library itself, or (the generated ones) different on every machine.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 GENERATED = ("config-", "_sysconfigdata")
 
 

@@ -23,7 +23,9 @@ class Sampler:
     def choose(self, log_probs_V: Tensor, generator: torch.Generator) -> int:
         if self.temperature == 0:
             return int(log_probs_V.argmax())
-        scores, order = (log_probs_V.double() / self.temperature).sort(descending=True, stable=True)
+        # The best has score 0 at any temperature; without the difference, a tiny one would make all scores -inf.
+        scores_V = (log_probs_V.double() - log_probs_V.max()) / self.temperature
+        scores, order = scores_V.sort(descending=True, stable=True)
         if self.top_k is not None:
             scores, order = scores[: self.top_k], order[: self.top_k]
         probs = scores.softmax(-1)

@@ -35,7 +35,7 @@ class Shortformer(nn.Module):
             rows=rows,
             hidden_size=self.config.hidden_size,
             capacity=capacity,
-            like=self.positions.table,
+            like=next(self.parameters()),
         )
 
     def forward(
@@ -51,9 +51,11 @@ class Shortformer(nn.Module):
     def features(self, ids_BT: Tensor, cache: SegmentCache, noise: Noise | None = None) -> tuple[Tensor, SegmentCache]:
         """The last block's output [B, T, D]; there is no final norm."""
         x = self.vocabulary.embed(ids_BT) * self.config.hidden_size**0.5
-        pos: Tensor | None = self.positions(cache.length + ids_BT.shape[1])
-        if self.config.positions == "added":
-            x, pos = x + self.positions(ids_BT.shape[1]), None
+        pos: Tensor | None = None
+        if self.config.positions == "infused":
+            pos = self.positions(cache.length + ids_BT.shape[1]).to(x.dtype)  # a bf16 engine keeps buffers in float32
+        else:
+            x = x + self.positions(ids_BT.shape[1]).to(x.dtype)
         x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
         seen = []
         for i, (block, cached) in enumerate(zip(self.blocks, cache.layers, strict=True)):

@@ -6,7 +6,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.ds_config import check_one_home, complete_ds_config, read_ds_config
+from megatron_style.runtime.ds_config import check_one_home, clip_norm, complete_ds_config, read_ds_config
 from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.runtime.optimizer import make_optimizer
 from megatron_style.schedule.stages import StageSchedule
@@ -22,4 +22,11 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
     if "optimizer" not in user:
         offload = user.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
         optimizer = make_optimizer(run.optimizer, model.parameters(), on_cpu=offload == "cpu")
-    return TrainingEngine(model, optimizer, ds_config, topology)
+    return TrainingEngine(
+        model,
+        optimizer,
+        ds_config,
+        topology,
+        clip_norm=clip_norm(user, run),
+        max_skipped=run.optimizer.max_skipped,
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from megatron_style.config.errors import UserError
@@ -17,6 +18,7 @@ from megatron_style.schedule.stages import Stage
 
 DEFAULT_CLIP_NORM = 0.1
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_SECTIONS = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
 _KNOWN_KEYS = frozenset(
     """
     activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile
@@ -33,7 +35,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; a DeepSpeed config in JSON is expected") from None
     except (OSError, ValueError) as error:
@@ -45,6 +47,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
             near = difflib.get_close_matches(key, _KNOWN_KEYS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else "the run file decides everything else"
             raise UserError(f"{path}: {key}: not a DeepSpeed key that can be used here; {hint}")
+    _check_sections(data, str(path))
     return data
 
 
@@ -60,7 +63,7 @@ def complete_ds_config(
     completed |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": clip_norm(user, run),
+        "gradient_clipping": clip_norm(user, run) if zero_stage(user) else 0.0,  # without ZeRO the engine clips
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": user.get("steps_per_print"),
@@ -68,6 +71,30 @@ def complete_ds_config(
     if user.get("bf16", {}).get("enabled"):
         completed["bf16"] = {"check_grad_overflow": True} | user["bf16"]
     return completed
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"the key '{key}' stands twice")
+    return dict(pairs)
+
+
+def _check_sections(data: dict[str, Any], source: str) -> None:
+    for key, kind in _SECTIONS.items():
+        if key not in data:
+            continue
+        if not isinstance(data[key], dict):
+            raise UserError(f"{source}: {key} is {json.dumps(data[key])}; it must be an object, such as {{...}}")
+        try:
+            kind(**data[key])
+        except ValueError as error:
+            reason = " ".join(str(error).split("For further")[0].split())
+            raise UserError(f"{source}: {key}: {reason}") from None
+    clipping = data.get("gradient_clipping", "auto")
+    if clipping != "auto" and not (isinstance(clipping, int | float) and clipping > 0):
+        raise UserError(f"{source}: gradient_clipping is {json.dumps(clipping)}; it must be a number above 0")
 
 
 def zero_stage(user: dict[str, Any]) -> int:
@@ -110,11 +137,6 @@ def _check_precision(user: dict[str, Any], source: str) -> None:
             f"{source}: {half} with zero_optimization.stage 0 computes a wrong gradient norm under tensor parallelism; "
             f"use stage 1, which costs nothing more"
         )
-    try:
-        DeepSpeedZeroConfig(**user.get("zero_optimization", {}))
-    except ValueError as error:
-        reason = " ".join(str(error).split("For further")[0].split())
-        raise UserError(f"{source}: zero_optimization: {reason}") from None
 
 
 def _check_batch(user: dict[str, Any], stage: Stage, data_parallel: int, source: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_style.config.errors import RunFailed
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
@@ -33,10 +37,13 @@ class TrainingEngine:
         optimizer: torch.optim.Optimizer | None,
         ds_config: dict[str, Any],
         topology: Topology,
+        *,
+        clip_norm: float,
+        max_skipped: int,
     ) -> None:
         """Without an optimizer, the ds_config must have one."""
-        self._topology = topology
-        self._clip_norm = float(ds_config["gradient_clipping"])
+        self._topology, self._clip_norm = topology, clip_norm
+        self._skipped_in_a_row, self._max_skipped = 0, max_skipped
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -79,18 +86,48 @@ class TrainingEngine:
             learning_rate = float(groups[0]["lr"])
         for group in groups:
             group["lr"] = learning_rate
-        if self.zero_stage > 0:
+        if self.zero_stage == 0:
+            norm, applied = self._update_by_hand()
+        else:
             self._engine.step()
-            norm = float(self._engine.get_global_grad_norm())
-            return Update(learning_rate, norm, applied=self._engine.was_step_applied())
+            norm, applied = float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
+        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == self._max_skipped:
+            raise RunFailed(
+                f"the gradients of {self._max_skipped} steps in a row are not finite; lower the learning rate and "
+                f"start again: the run goes on from its last checkpoint"
+            )
+        return Update(learning_rate, norm, applied)
+
+    def _update_by_hand(self) -> tuple[float, bool]:
+        """Without ZeRO, DeepSpeed tells no norm and checks nothing."""
         norm = gradient_norm(self.model, self._topology.tensor)
         if not math.isfinite(norm):
             self._engine.zero_grad()
-            return Update(learning_rate, norm, applied=False)
+            return norm, False
         scale = min(1.0, self._clip_norm / (norm + 1e-6))
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
         self._engine.step()
-        return Update(learning_rate, norm, applied=True)
+        return norm, True
+
+    @contextmanager
+    def discarded_update(self) -> Iterator[None]:
+        """For gradients that are not meant: made infinite, they are dropped like any that is not finite. What counts
+        along in DeepSpeed is put back, so that the training state is as before, bit for bit."""
+        counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+        before = {name: getattr(self._engine, name) for name in counters}
+        scaler = copy.deepcopy(getattr(self._engine.optimizer, "loss_scaler", None))
+        yield
+        level = deepspeed.utils.logger.level
+        deepspeed.utils.logger.setLevel("ERROR")  # DeepSpeed would warn of the overflow
+        update = self.update(None)
+        deepspeed.utils.logger.setLevel(level)
+        assert not update.applied
+        self._skipped_in_a_row = 0
+        for name, value in before.items():
+            setattr(self._engine, name, value)
+        if scaler is not None:
+            self._engine.optimizer.loss_scaler = scaler
 
     def save(self, directory: Path, tag: str) -> None:
         self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)

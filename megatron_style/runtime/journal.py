@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -14,47 +14,70 @@ from megatron_style.config.run import RunConfig, save_run
 from megatron_style.inference.perplexity import Score
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.engine import Update
-from megatron_style.schedule.stages import StageSchedule, StepPlan
+from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
 
 class Journal:
     def __init__(self, run: RunConfig, schedule: StageSchedule, topology: Topology, *, first_step: int) -> None:
         """Whatever an interrupted run wrote behind its last checkpoint is dropped: those steps will be done again."""
         self._writes, self._schedule = topology.is_first, schedule
+        self._skipped, self._stage_seconds = 0, 0.0
         if not self._writes:
             return
         folder = run.output.path
         folder.mkdir(parents=True, exist_ok=True)
         save_run(run, folder / "run.yaml")
-        path = folder / "metrics.jsonl"
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        self._file = self._reopen(folder / "metrics.jsonl", first_step)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         if first_step:
             self._say(f"resuming at step {first_step} of {schedule.total_steps}")
 
-    def stage(self, plan: StepPlan) -> None:
-        """A stage opens. Nothing of the optimizer, the schedule or the step count changes."""
-        self._record("stage", plan.step, name=str(plan.stage), segment_length=plan.stage.segment_length,
-                     tokens=self._tokens(plan.step))  # fmt: skip
-        self._say(str(plan.stage))
+    def preflight(self, stage: Stage, peak_bytes: int) -> None:
+        self._say(f"preflight: {stage}: peak memory {peak_bytes / 2**30:.2f} GiB on the first rank")
 
-    def step(self, plan: StepPlan, loss: float, update: Update, seconds: float) -> None:
+    def stage_opens(self, plan: StepPlan) -> None:
+        self._stage_seconds = 0.0
+        self._record("stage", plan.step, index=plan.stage.index, segment_length=plan.stage.segment_length,
+                     rows=plan.stage.rows, micro_rows=plan.stage.micro_rows, tokens=self._tokens(plan.step),
+                     opens=str(plan.stage))  # fmt: skip
+        self._say(f"step {plan.step}: {plan.stage}")
+
+    def stage_closes(self, plan: StepPlan) -> None:
+        """Tokens and time of the stage, over all ranks and resumptions."""
+        first, done = self._schedule.first_step_of(plan.stage), plan.step + 1
+        tokens, seconds = self._tokens(done) - self._tokens(first), self._stage_seconds
+        self._record("stage_end", done, index=plan.stage.index, stage_tokens=tokens, stage_seconds=seconds)
+        self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
+
+    def step(self, plan: StepPlan, loss: float, update: Update, seconds: float, *, show: bool) -> None:
+        """Called after every step; only some are shown, and all that were skipped."""
+        self._skipped += not update.applied
+        self._stage_seconds += seconds
+        if not show and update.applied:
+            return
         done, total = plan.step + 1, self._schedule.total_steps
         speed = plan.tokens / seconds
         self._record("train", done, loss=loss, grad_norm=update.grad_norm, learning_rate=update.learning_rate,
-                     applied=int(update.applied), tokens=self._tokens(done), tokens_per_second=speed)  # fmt: skip
-        skipped = "" if update.applied else ", update skipped: the gradient is not finite"
+                     skipped=self._skipped, tokens=self._tokens(done), tokens_per_second=speed,
+                     stage_seconds=self._stage_seconds)  # fmt: skip
+        note = "" if update.applied else f", skipped: the gradient is not finite ({self._skipped} so far)"
         self._say(
             f"step {done}/{total}, stage {plan.stage.index + 1}: loss {loss:.4f}, "
-            f"gradient norm {update.grad_norm:.3f}, "
-            f"learning rate {update.learning_rate:.3g}, {speed:,.0f} tokens/s{skipped}"
+            f"gradient norm {update.grad_norm:.3f}, learning rate {update.learning_rate:.3g}, "
+            f"{speed:,.0f} tokens/s{note}"
         )
 
     def held_out(self, step: int, score: Score) -> None:
         self._record("valid", step, loss=score.loss, perplexity=score.perplexity, tokens=self._tokens(step))
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {score.perplexity:.2f}")
+
+    def _reopen(self, path: Path, first_step: int) -> TextIO:
+        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        trained = [event for event in map(json.loads, kept) if event["kind"] == "train"]
+        if trained:
+            self._skipped, self._stage_seconds = trained[-1]["skipped"], trained[-1]["stage_seconds"]
+        return path.open("a", encoding="utf-8")
 
     def _tokens(self, step: int) -> int:
         return self._schedule.tokens_before(step)

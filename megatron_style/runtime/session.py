@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from megatron_style.parallel.topology import Topology
 @contextmanager
 def distributed_session(*, tensor: int) -> Iterator[Topology]:
     deepspeed.utils.logger.setLevel("WARNING")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
     # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     joined_here = not dist.is_initialized()

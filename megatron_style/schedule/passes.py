@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -84,22 +84,29 @@ class ShuffledSegments(Pass):
 
     @property
     def steps(self) -> int:
-        return _ceil_div(len(self._order), self.rows)
+        return _ceil_div(self._segments, self.rows)
 
     def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
-        order, tokens = self._order, self.unread.tokens
+        order, tokens = _shuffled(self.key, self._segments), self.unread.tokens
         index = turn * self.rows + rows
         firsts = np.where(index < len(order), order[np.minimum(index, len(order) - 1)] * self.segment_length, tokens)
         return firsts, np.clip(tokens - firsts, 0, self.segment_length)
 
     def after(self, turns: int) -> Unread:
-        firsts = np.sort(self._order[turns * self.rows :]) * self.segment_length
+        if turns >= self.steps:
+            return Unread.whole(0)
+        firsts = np.sort(_shuffled(self.key, self._segments)[turns * self.rows :]) * self.segment_length
         return self.unread.keep(firsts, np.minimum(firsts + self.segment_length, self.unread.tokens))
 
-    @cached_property
-    def _order(self) -> Places:
-        """Segments in the order they are read."""
-        return np.random.default_rng(self.key).permutation(_ceil_div(self.unread.tokens, self.segment_length))
+    @property
+    def _segments(self) -> int:
+        return _ceil_div(self.unread.tokens, self.segment_length)
+
+
+@lru_cache(maxsize=1)  # a run reads one pass after the other, and an order may hold millions of segments
+def _shuffled(key: tuple[int, ...], segments: int) -> Places:
+    """Segments in the order they are read."""
+    return np.random.default_rng(key).permutation(segments)
 
 
 def _ceil_div(a: int, b: int) -> int:

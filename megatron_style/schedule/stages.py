@@ -80,7 +80,8 @@ class StageSchedule:
         for stage in self.stages:
             _check_corpus(stage, corpus_tokens, data_parallel)
         self._corpus_tokens, self._data_parallel = corpus_tokens, data_parallel
-        self._cached, self._seed = run.model.cache, run.seed
+        self._shuffles = not run.model.cache if run.data.shuffle is None else run.data.shuffle
+        self._seed = run.seed
         self._stretches = []
         self.total_steps = 0
         for stretch, steps in self._lay_out(run.stages):
@@ -104,8 +105,15 @@ class StageSchedule:
             total += stretch.lanes.unread.tokens - stretch.lanes.after(turns).tokens
         return total
 
+    def stages_from(self, step: int) -> tuple[Stage, ...]:
+        """The stages that still have steps to do."""
+        return () if step >= self.total_steps else self.stages[self.plan(step).stage.index :]
+
+    def first_step_of(self, stage: Stage) -> int:
+        return next(stretch.first_step for stretch in self._stretches if stretch.stage == stage)
+
     def opens_stage(self, step: int) -> bool:
-        return step == 0 or self.plan(step).stage != self.plan(step - 1).stage
+        return step == self.first_step_of(self.plan(step).stage)
 
     def closes_stage(self, step: int) -> bool:
         return step + 1 == self.total_steps or self.opens_stage(step + 1)
@@ -131,9 +139,9 @@ class StageSchedule:
 
     def _open(self, stage: Stage, unread: Unread, epoch: int, step: int) -> Pass:
         rows = stage.rows * self._data_parallel
-        if self._cached:
-            return TextLanes(unread, rows, stage.segment_length)
-        return ShuffledSegments(unread, rows, stage.segment_length, key=(self._seed, epoch, step))
+        if self._shuffles:
+            return ShuffledSegments(unread, rows, stage.segment_length, key=(self._seed, epoch, step))
+        return TextLanes(unread, rows, stage.segment_length)
 
 
 def resolve_stage(run: RunConfig, index: int) -> Stage:

@@ -21,7 +21,7 @@ from megatron_style.data.text import TextFile
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.data.workers import worker_pool
 from megatron_style.prepare import Recipe, main, prepare_corpus
-from tests.data.oracle import ORACLE, needs_oracle
+from tests.support.oracle import ORACLE, needs_oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, "-m", "megatron_style.prepare"]

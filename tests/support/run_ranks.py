@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 
 def run_ranks(world: int, body: Callable[..., Any], *args: object) -> list[Any]:
     """What `body(*args)` returns on each rank. An exception on any rank is raised here."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        mp.start_processes(_rank, (world, folder, body, args), nprocs=world, start_method="fork")
+        start_processes(_rank, (world, folder, body, args), nprocs=world, start_method="fork")
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 

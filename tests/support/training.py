@@ -13,6 +13,7 @@ import torch
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.store import TokenStoreWriter
+from megatron_style.model.cache import SegmentCache
 from megatron_style.runtime.build import build_engine
 from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.learning_rate import learning_rate_at
@@ -58,12 +59,13 @@ def _train(run: RunConfig) -> History:
         corpus: Corpus = open_corpus(run.data)
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        history, caches = History(), ()
+        history = History()
+        caches: tuple[SegmentCache, ...] = ()
         for step in range(schedule.total_steps):
             plan = schedule.plan(step)
             loss, caches = accumulate_gradients(engine, corpus, plan, caches, topology, run.seed)
             update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
-            history.losses.append(topology.data.sum(loss).item())
+            history.losses.append(loss)
             history.norms.append(update.grad_norm)
             history.applied.append(update.applied)
         history.weights = engine.full_weights()

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# From nothing to a trained, evaluated Shortformer: installs, prepares, trains, evaluates, writes. Run it again to see
+# that it goes on from what exists. Arguments go to the training: ./launch/quickstart.sh --set output.path=runs/mine
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+install_requirements requirements.txt
+
+processes=$((gpus > 0 ? gpus : 2))
+export OMP_NUM_THREADS=$(($(nproc) > processes ? $(nproc) / processes : 1))
+run=runs/quickstart
+
+echo "== prepare: 249 State of the Union messages -> data/sotu"
+python -m megatron_style.prepare --corpus sotu --output data/sotu
+echo "== train: two stages, $processes processes -> $run"
+deepspeed --log_level warning --num_accelerators "$processes" --master_port "$(free_port)" \
+    --module megatron_style.train run_configs/quickstart.yaml "$@"
+echo "== evaluate: text the model has not seen"
+python -m megatron_style.evaluate "$run/model" --data data/sotu/test --mode cached
+echo "== generate: \"The state of the Union\" goes on ..."
+python -m megatron_style.generate "$run/model" --prompt "The state of the Union" --tokens 60 --top-k 40
+echo "== report"
+python -m megatron_style.report "$run" --output "$run/report.html"
+cat <<END
+
+The run is in $run: the model in model/, its figures in metrics.jsonl, the page in report.html.
+Watch it in TensorBoard:  .venv/bin/tensorboard --logdir $run/tensorboard
+Train your own text next: README.md, "Your own text".
+END

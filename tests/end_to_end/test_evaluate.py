@@ -1,0 +1,255 @@
+"""`evaluate` as users run it: the reference's numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from megatron_style.convert import main as convert
+from megatron_style.data.store import TokenStoreWriter
+from megatron_style.evaluate import main
+from tests.support.oracle import ORACLE, needs_oracle
+from tests.support.tiny import VOCAB_SIZE, L, content, expect_refusal, run_here, tiny_config, write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+Damage = Callable[[Path], object]
+TOKENS = np.random.default_rng(5).integers(0, VOCAB_SIZE, 50)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference's models as model folders."""
+    folder = tmp_path_factory.mktemp("imported")
+    for name in ("a_final", "b_final", "c_final", "d_final"):
+        flags = ["--dictionary", ORACLE / "data" / "dict.txt", "--output", folder / name]
+        assert run_here(convert, "import-fairseq", ORACLE / "ckpt" / f"{name}.pt", *flags).code == 0
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder with a small model and a small token store."""
+    write_tiny_model(tmp_path / "model")
+    write_store(tmp_path / "valid", TOKENS)
+    return tmp_path
+
+
+def write_store(prefix: Path, tokens: NDArray[np.int64], vocab_size: int = VOCAB_SIZE) -> None:
+    with TokenStoreWriter(prefix, vocab_size) as writer:
+        writer.append(tokens, np.array([len(tokens)]))
+
+
+# What it measures
+
+
+REFERENCE = {
+    "b_cached": ("b_final", ["--mode", "cached"], 1e-9),
+    "b_cache16": ("b_final", ["--mode", "cached", "--cache-length", "16"], 1e-9),
+    "c_cached": ("c_final", ["--mode", "cached"], 1e-9),
+    "a_nonoverlap": ("a_final", ["--mode", "nonoverlapping"], 1e-9),
+    "d_cached": ("d_final", ["--mode", "cached"], 1e-5),  # recorded in float32
+}
+
+
+@needs_oracle
+@pytest.mark.parametrize("record", REFERENCE)
+def test_every_token_costs_what_it_cost_the_reference(tmp_path: Path, imported: Path, record: str) -> None:
+    model, mode, tolerance = REFERENCE[record]
+    flags = ["--data", ORACLE / "data" / "valid", *mode, "--dtype", "float64", "--nll", tmp_path / "out.npz", "--json"]
+    done = run_here(main, imported / model, *flags)
+    assert (done.code, done.err) == (0, "")
+    written, expected = np.load(tmp_path / "out.npz"), np.load(ORACLE / "nll" / f"{record}.npz")
+    nll = expected["nll_f64"] if "nll_f64" in expected else expected["nll_f32"]
+    assert (written["nll"].dtype, written["tokens"].dtype) == (np.float64, np.int32)
+    assert np.abs(written["nll"] - nll).max() < tolerance
+    np.testing.assert_array_equal(written["tokens"], np.load(ORACLE / "nll" / "valid_targets.npz")["tokens"])
+    assert json.loads(done.out)["loss_nats"] == pytest.approx(nll.mean(), abs=tolerance)
+
+
+def test_the_result_is_one_json_object(tiny: Path) -> None:
+    done = run_here(main, tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--json")
+    assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
+    facts = json.loads(done.out)
+    assert facts["perplexity"] == pytest.approx(math.exp(facts["loss_nats"]))
+    assert facts["loss_bits"] == pytest.approx(facts["loss_nats"] / math.log(2))
+    assert (facts["tokens"], facts["context_min"], facts["context_max"]) == (50, L + 1, 2 * L)
+    assert facts["tokens_per_second"] > 0
+
+
+def test_without_json_the_same_numbers_are_lines_for_people(tiny: Path) -> None:
+    done = run_here(main, tiny / "model", "--data", tiny / "valid", "--mode", "nonoverlapping")
+    assert (done.code, done.err) == (0, "")
+    names = {line.split("  ")[0] for line in done.out.splitlines()}
+    assert {"loss nats", "loss bits", "perplexity", "tokens", "context min", "tokens per second"} <= names
+
+
+@pytest.mark.parametrize("length", [1, L - 1, L])
+@pytest.mark.parametrize("mode", ["cached", "nonoverlapping"])
+def test_a_text_of_one_segment_at_most_is_scored_the_same_in_every_mode(tiny: Path, mode: str, length: int) -> None:
+    write_store(tiny / "short", TOKENS[:length])
+    flags = ["--mode", mode, "--nll", tiny / "short.npz"]
+    assert run_here(main, tiny / "model", "--data", tiny / "short", *flags).code == 0
+    assert run_here(main, tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--nll", tiny / "all").code == 0
+    np.testing.assert_allclose(np.load(tiny / "short.npz")["nll"], np.load(tiny / "all")["nll"][:length], rtol=1e-5)
+
+
+def test_half_precision_comes_close(tiny: Path) -> None:
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        flags = ["--mode", "cached", "--dtype", dtype, "--json"]
+        losses.append(json.loads(run_here(main, tiny / "model", "--data", tiny / "valid", *flags).out)["loss_nats"])
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+
+
+# What it refuses
+
+
+def without_config(folder: Path) -> None:
+    (folder / "model" / "config.json").unlink()
+
+
+def with_config(**changes: object) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return damage
+
+
+def with_torn_config(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(path.read_text()[:40])
+
+
+def a_file_for_a_model(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    (folder / "model").write_text("a model")
+
+
+def without_weights(folder: Path) -> None:
+    (folder / "model" / "model.safetensors").unlink()
+
+
+def cut(name: str) -> Damage:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 10)
+
+
+def with_another_shape(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    save_file(load_file(path) | {"blocks.1.up.bias": torch.zeros(33)}, path)
+
+
+def with_another_tensor(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
+    save_file(load_file(path) | {"blocks.1.sideways": torch.zeros(3)}, path)
+
+
+def without_store(folder: Path) -> None:
+    (folder / "valid.bin").unlink()
+
+
+def index_of(data: bytes) -> Damage:
+    return lambda folder: (folder / "valid.idx").write_bytes(data)
+
+
+def with_a_foreign_id(folder: Path) -> None:
+    write_store(folder / "valid", np.array([1, 2, 40]), vocab_size=50)
+
+
+def with_added_positions(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    write_tiny_model(folder / "model", tiny_config(positions="added", cache=False))
+
+
+def nothing(folder: Path) -> None:
+    """The flags alone are wrong."""
+
+
+DAMAGED = {
+    "no model folder": (lambda folder: shutil.rmtree(folder / "model"), ["model: no config.json in it; a folder made"]),
+    "a file": (a_file_for_a_model, ["model: no config.json in it; a folder made by `convert`"]),
+    "no config": (without_config, ["model: no config.json in it; a folder made by `convert`"]),
+    "an unknown key": (with_config(segment_lenght=3), ["config.json: segment_lenght", "did you mean 'segment_length'"]),
+    "a config that is no object": (lambda f: (f / "model/config.json").write_text("[]"), ["config.json"]),
+    "a torn config": (with_torn_config, ["config.json: not valid JSON"]),
+    "cutoffs beyond the vocabulary": (with_config(vocab_size=15), ["config.json: vocab_size is 15", "[10, 20]"]),
+    "an eos beyond the vocabulary": (with_config(eos=37), ["config.json: vocab_size is 37", "eos (37)"]),
+    "no weights": (without_weights, ["model.safetensors: no such file"]),
+    "truncated weights": (cut("model/model.safetensors"), ["model.safetensors: not a whole safetensors file"]),
+    "weights of another shape": (with_another_shape, ["model.safetensors: blocks.1.up.bias is [33]", "wants [32]"]),
+    "another tensor": (with_another_tensor, ["model.safetensors", "'blocks.1.sideways' is in one only"]),
+    "no data": (without_store, ["valid.bin: no such file; a token store is"]),
+    "truncated tokens": (cut("valid.bin"), ["valid.bin: has 90 bytes, its index says 100 or 400: truncated"]),
+    "a truncated index": (cut("valid.idx"), ["valid.idx", "truncated or of another kind"]),
+    "random bytes for an index": (index_of(np.random.default_rng(0).bytes(60)), ["valid.idx: is not a token index"]),
+    "a text for an index": (index_of(b"It was the best of times\n"), ["valid.idx: is not a token index", "MMIDIDX"]),
+    "a foreign id": (with_a_foreign_id, ["valid.bin: token 2 is id 40, outside the vocabulary of 37"]),
+    "a model that a cache would ruin": (with_added_positions, ["model: was trained with added", "41.59", "--mode non"]),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_bad_file_is_named_in_one_line(tiny: Path, damage: Damage, words: list[str]) -> None:
+    damage(tiny)
+    before = content(tiny)
+    flags = ["--data", tiny / "valid", "--mode", "cached", "--nll", tiny / "out.npz", "--json"]
+    expect_refusal(run_here(main, tiny / "model", *flags), *words)
+    assert content(tiny) == before
+
+
+BAD_FLAGS = {
+    "no segment": (["--mode", "cached", "--segment-length", "0"], "--segment-length is 0; it must be at least 1"),
+    "no cache": (["--mode", "cached", "--cache-length", "0"], "--cache-length is 0; it must be at least 1"),
+    "no rows": (["--mode", "nonoverlapping", "--batch-rows", "-1"], "--batch-rows is -1; it must be at least 1"),
+    "a cache nobody reads": (["--mode", "nonoverlapping", "--cache-length", "4"], "--cache-length 4 needs --mode cach"),
+    "rows of one walk": (
+        ["--mode", "cached", "--batch-rows", "2"],
+        "--batch-rows 2: cached mode walks the text in one",
+    ),
+    "no folder for the output": (["--mode", "cached", "--nll", "{dir}/no/out.npz"], "no/out.npz: must be a file in a"),
+    "a folder as output": (["--mode", "cached", "--nll", "{dir}/model"], "model: must be a file in a folder that ex"),
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS.values(), ids=BAD_FLAGS.keys())
+def test_a_bad_flag_is_named_in_one_line(tiny: Path, flags: list[str], message: str) -> None:
+    before = content(tiny)
+    done = run_here(main, tiny / "model", "--data", tiny / "valid", *(flag.format(dir=tiny) for flag in flags))
+    expect_refusal(done, message)
+    assert content(tiny) == before
+
+
+# In a process of its own
+
+
+def evaluate(*argv: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_style.evaluate", *map(str, argv)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_a_real_process_says_the_same(tiny: Path) -> None:
+    flags = [tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--json"]
+    real, here = evaluate(*flags), run_here(main, *flags)
+    assert (real.returncode, real.stderr) == (0, "")
+    assert json.loads(real.stdout)["loss_nats"] == pytest.approx(json.loads(here.out)["loss_nats"])
+
+
+def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path) -> None:
+    done = evaluate(tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: {tiny}/nowhere: no config.json in it; a folder made by `convert` or by a run is expected\n"
+    )

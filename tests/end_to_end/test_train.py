@@ -1,0 +1,155 @@
+"""`train` as users run it: alone, under the deepspeed launcher, twice, and with wrong input."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_style.checkpoint.model_folder import read_model
+from megatron_style.config.run import load_run
+from megatron_style.inference.perplexity import Protocol, score
+from tests.support.runs import tiny_run
+from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = [{"segment_length": 8, "steps": 3}, {"segment_length": 24, "steps": 3}]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """Six steps through two stages, over all data-parallel ranks 192 tokens each."""
+    write_corpus(tmp_path)
+    return write_run(tmp_path, tokens_per_batch=192)
+
+
+def write_run(folder: Path, **changes: Any) -> Path:
+    run = tiny_run(
+        stages=changes.pop("stages", STAGES),
+        tokens_per_batch=changes.pop("tokens_per_batch"),
+        data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
+        output={"path": str(folder / "run"), "log_every": 1},
+        **changes,
+    )
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run.as_data()))
+    return path
+
+
+def train(run_file: Path, *flags: str, processes: int | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megatron_style.train"]
+    if processes is not None:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        deepspeed = Path(sys.executable).with_name("deepspeed")
+        command = [str(deepspeed), "--num_accelerators", str(processes), "--master_port", str(port),
+                   "--module", "megatron_style.train"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # the launcher starts `python`
+    return subprocess.run(
+        [*command, str(run_file), *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [event for event in lines if event["kind"] == kind]
+
+
+def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
+    result = train(run_file)
+    assert result.returncode == 0, result.stderr
+    folder = run_file.parent
+    run = folder / "run"
+    assert (run / "checkpoints" / "latest").read_text() == "global_step6"
+    assert load_run(run / "run.yaml") == load_run(run_file)
+    assert [event["segment_length"] for event in events(folder, "stage")] == [8, 24]
+    assert [event["stage_tokens"] for event in events(folder, "stage_end")] == [576, 576]
+    assert [event["step"] for event in events(folder, "train")] == [1, 2, 3, 4, 5, 6]
+    assert all(word in result.stderr for word in ("preflight: stage 2", "step 3: stage 2", "stage 2 is done"))
+
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    shown = {(event.step, np.float32(event.value)) for event in board.Scalars("train/loss")}
+    assert shown == {(event["step"], np.float32(event["loss"])) for event in events(folder, "train")}
+
+    model, config = read_model(run / "model")
+    tokens = np.fromfile(folder / "valid.bin", np.uint16)
+    held_out = score(model, tokens, Protocol("cached", 24, 24), eos=config.eos)
+    assert held_out.loss == pytest.approx(events(folder, "valid")[-1]["loss"], rel=1e-5)
+
+
+def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("two_ranks")
+    write_corpus(other)
+    ds_config = write_ds_config(other, zero_optimization={"stage": 1})
+    two = train(write_run(other, tokens_per_batch=96), "--deepspeed_config", str(ds_config), processes=2)
+    one = train(run_file)
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    for key in ("loss", "grad_norm"):
+        losses = [[event[key] for event in events(folder, "train")] for folder in (run_file.parent, other)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(run_file: Path) -> None:
+    folder = run_file.parent
+    assert train(run_file, "--set", "stages.1.steps=1").returncode == 0
+    first = events(folder, "train")
+    again = train(run_file, "--set", "stages.1.steps=1")
+    assert again.returncode == 0
+    assert events(folder, "train") == first
+    longer = train(run_file)
+    assert "resuming at step 4 of 6" in longer.stderr
+    assert [event["step"] for event in events(folder, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+BAD = {
+    "heads do not divide": (["parallel.tensor=3"], {}, "model.heads (4) must be a multiple of parallel.tensor (3)"),
+    "world does not fit": (["parallel.tensor=2"], {}, "parallel.tensor (2) must divide the 1 processes of this launch"),
+    "unknown key": (["model.head=2"], {}, "model.head: unknown key; did you mean 'heads'?"),
+    "no such corpus": (["data.train=nowhere/train"], {}, "nowhere/train"),
+    "cutoffs above the vocabulary": (
+        ["model.vocabulary.cutoffs=[10, 37]"],
+        {},
+        "must stay below the corpus's vocabulary",
+    ),
+    "ids outside the vocabulary": (["data.vocab_size=30"], {}, "train.bin"),
+    "corpus smaller than a batch": (["data.tokens_per_batch=2400"], {}, "less than one segment of 8"),
+    "a stage longer than a lane": (
+        ["stages.1.segment_length=1536", "data.tokens_per_batch=1536"],
+        {},
+        "less than one segment",
+    ),
+    "length does not divide": (["stages.0.segment_length=7"], {}, "the nearest lengths that do are 6 and 8"),
+    "batch triple fights": ([], {"train_batch_size": 7}, "train_batch_size is 7, but stage 1 of the run"),
+    "optimizer in both": (
+        ["optimizer.name=nag"],
+        {"optimizer": {"type": "Adam"}},
+        "has an optimizer, and so has the run file",
+    ),
+    "unknown ds key": ([], {"zero_optimisation": {}}, "did you mean 'zero_optimization'?"),
+    "fp16 on a CPU": ([], {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16 is not available"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_told_in_one_line_and_writes_nothing(run_file: Path, case: str) -> None:
+    settings, ds, told = BAD[case]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    if ds:
+        flags += ["--deepspeed_config", str(write_ds_config(run_file.parent, **ds))]
+    result = train(run_file, *flags)
+    assert result.returncode == 2, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    assert told in line
+    assert not (run_file.parent / "run").exists()
