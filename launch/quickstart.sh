@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a trained, evaluated Shortformer: installs, prepares, trains, evaluates, writes. Run it again to see
-# that it goes on from what exists. Arguments go to the training: ./launch/quickstart.sh --set output.path=runs/mine
+# that it goes on from what exists. Arguments go to the training: ./launch/quickstart.sh --set stages.1.steps=200
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -8,13 +8,13 @@ install_requirements requirements.txt
 
 processes=$((gpus > 0 ? gpus : 2))
 export OMP_NUM_THREADS=$(($(nproc) > processes ? $(nproc) / processes : 1))
-run=runs/quickstart
+run=${QUICKSTART_RUN:-runs/quickstart}
 
 echo "== prepare: 249 State of the Union messages -> data/sotu"
 python -m megatron_style.prepare --corpus sotu --output data/sotu
 echo "== train: two stages, $processes processes -> $run"
 deepspeed --log_level warning --num_accelerators "$processes" --master_port "$(free_port)" \
-    --module megatron_style.train run_configs/quickstart.yaml "$@"
+    --module megatron_style.train run_configs/quickstart.yaml --set output.path="$run" "$@"
 echo "== evaluate: text the model has not seen"
 python -m megatron_style.evaluate "$run/model" --data data/sotu/test --mode cached
 echo "== generate: \"The state of the Union\" goes on ..."

@@ -1,0 +1,72 @@
+"""What the README tells people to type works, and what it names exists."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+SHORT = "--set stages.0.steps=2 --set stages.1.steps=2 --set output.log_every=1"
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | more
+
+
+def test_the_commands_for_your_own_text_work(tmp_path: Path) -> None:
+    """Word for word, in a folder of its own, but for the length of the training."""
+    (block,) = [block for block in BLOCKS if "megatron_style.prepare" in block]
+    words = [f"word{i}" for i in range(6000)]
+    for name, lines in (("train.txt", 4000), ("valid.txt", 100)):
+        draw = random.Random(name).choices
+        (tmp_path / name).write_text("".join(" ".join(draw(words, k=10)) + "\n" for _ in range(lines)))
+    for folder in ("run_configs", "ds_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    script = block.replace("--set output.path=runs/mine", f"--set output.path=runs/mine {SHORT}")
+    assert script != block
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "perplexity" in result.stdout
+
+
+def test_quickstart_runs_from_beginning_to_end_and_again(tmp_path: Path) -> None:
+    assert any("./launch/quickstart.sh" in block for block in BLOCKS)
+    command = [str(ROOT / "launch" / "quickstart.sh"), *SHORT.split()]
+    for _ in range(2):
+        result = subprocess.run(
+            command, env=environment(QUICKSTART_RUN=str(tmp_path / "run")), capture_output=True, text=True, timeout=600
+        )
+        assert result.returncode == 0, result.stderr
+        assert "tensorboard --logdir" in result.stdout
+        assert (tmp_path / "run" / "report.html").is_file()
+    assert "resuming at step 4 of 4" in result.stderr
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
+def test_links_lead_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+def test_the_tree_is_the_tree() -> None:
+    (tree,) = re.findall(r"## The tree\n```\n(.*?)```", README, flags=re.DOTALL)
+    named = set(re.findall(r"\b(\w+\.py|\w+/)", tree))
+    package = ROOT / "megatron_style"
+    commands = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    folders = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
+    assert commands | folders <= named
