@@ -64,17 +64,14 @@ class _ExecutorPool:
         self._in_flight = in_flight
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        # After an error the few items in flight are finished: cancelling them hangs the executor of Python 3.11.2.
         pending: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                pending.append(self._executor.submit(function, item))
-                if len(pending) >= self._in_flight:
-                    yield pending.popleft().result()
-            while pending:
+        for item in items:
+            pending.append(self._executor.submit(function, item))
+            if len(pending) >= self._in_flight:
                 yield pending.popleft().result()
-        finally:  # after an error, what has not begun must not begin
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
 
 
 @contextmanager
