@@ -14,8 +14,9 @@ import torch
 from megatron_style.checkpoint.model_folder import write_model
 from megatron_style.checkpoint.store import CheckpointStore, Progress
 from megatron_style.config.command import command_parser, run_command
+from megatron_style.config.errors import Stopped
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig, load_run, seconds_of
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.lanes import read_batch
 from megatron_style.inference.perplexity import Mode, Protocol, Score, score
@@ -27,6 +28,7 @@ from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.runtime.journal import Journal
 from megatron_style.runtime.preflight import preflight
 from megatron_style.runtime.session import distributed_session
+from megatron_style.runtime.stop import StopRequest
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -35,10 +37,19 @@ def train(run: RunConfig) -> None:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        checkpoints = CheckpointStore(run, topology)
+        saved = checkpoints.newest()
+        schedule = StageSchedule(
+            run,
+            corpus_tokens=len(corpus.train),
+            data_parallel=topology.data.size,
+            history=checkpoints.history(saved),
+        )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        checkpoints = CheckpointStore(run.output.path / "checkpoints", topology)
-        progress = checkpoints.restore(engine, schedule)
+        progress = checkpoints.restore(saved, engine, schedule)
+        stop = StopRequest(
+            after_seconds=seconds_of(run.output.stop_after) if run.output.stop_after else None, device=engine.device
+        )
 
         with Journal(run, schedule, topology, first_step=progress.step) as journal:
             for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
@@ -57,10 +68,13 @@ def train(run: RunConfig) -> None:
                              show=due(progress.step, run.output.log_every) or stage_ends)  # fmt: skip
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     journal.held_out(progress.step, evaluate(engine, corpus, run, schedule.stages[-1]))
-                if due(progress.step, run.output.save_every) or stage_ends:
-                    checkpoints.save(engine, progress)
+                reason = stop.agreed()
+                if due(progress.step, run.output.save_every) or stage_ends or reason:
+                    checkpoints.save(engine, progress, schedule)
                 if stage_ends:
                     journal.stage_closes(plan)
+                if reason and progress.step < schedule.total_steps:
+                    raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to go on")
             export(engine, run, corpus, schedule, topology)
 
 

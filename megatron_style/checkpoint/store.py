@@ -1,27 +1,36 @@
-"""Everything a run needs to go on as if it had never stopped.
+"""The checkpoints of a run: everything it needs to go on as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank;
-`checkpoints/latest` names the newest one. A checkpoint is written aside and renamed when all ranks are done, and
-`latest` is moved last, so that a kill at any moment leaves the one before.
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank, and
+`manifest.json`. A checkpoint is written aside, flushed to the disk, given its manifest, and renamed when all ranks are
+done; `latest` is moved last. So a kill at any moment leaves the checkpoints before it as they were.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from megatron_style.checkpoint.logical import LogicalReader, file_of
+from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, digest_of, read_manifest
+from megatron_style.config.command import log
+from megatron_style.config.errors import RunFailed, UserError
+from megatron_style.config.run import RunConfig
 from megatron_style.model.cache import SegmentCache
+from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.schedule.stages import Stage, StageSchedule
 
-_PREFIX = "global_step"
+_PREFIX, _ASIDE, _REMOVED = "global_step", ".partial", ".removed"
 
 
 @dataclass(frozen=True)
@@ -33,49 +42,229 @@ class Progress:
 
 
 class CheckpointStore:
-    def __init__(self, folder: Path, topology: Topology) -> None:
-        self._folder, self._topology = folder, topology
-        self._cache_file = f"caches_data_rank_{topology.data.rank:05d}.safetensors"
+    def __init__(self, run: RunConfig, topology: Topology) -> None:
+        self._run, self._topology = run, topology
+        self._folder = run.output.path / "checkpoints"
 
-    def restore(self, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
-        """The latest checkpoint, or a fresh start when there is none."""
-        latest = self._folder / "latest"
-        if not latest.exists():
-            return Progress()
-        tag = latest.read_text(encoding="utf-8").strip()
-        step = int(tag.removeprefix(_PREFIX))
-        engine.load(self._folder, tag)
-        stage = schedule.plan(max(0, step - 1)).stage
-        return Progress(step, self._read_caches(self._folder / tag, stage, engine.device))
+    def newest(self) -> Manifest | None:
+        """The newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
+        steps = sorted(self._steps(), reverse=True)
+        for step in steps:
+            problem = self._problem_with(self._folder / f"{_PREFIX}{step}")
+            if problem is None:
+                return read_manifest(self._folder / f"{_PREFIX}{step}")
+            if self._topology.is_first:
+                log(f"warning: {self._folder / f'{_PREFIX}{step}'} is passed over: {problem}")
+        if steps:
+            raise UserError(f"{self._folder}: none of its checkpoints is whole; remove them to begin at step 0 again")
+        return None
 
-    def save(self, engine: TrainingEngine, progress: Progress) -> None:
-        name = f"{_PREFIX}{progress.step}"
-        aside = self._folder / f"{name}.partial"
+    def history(self, manifest: Manifest | None) -> tuple[tuple[int, int], ...]:
+        """Of the schedule: what the grids before wrote, and a new entry when an update has another size now."""
+        if manifest is None:
+            return ()
+        tokens = self._run.data.tokens_per_batch * self._topology.data.size
+        if manifest.history[-1][1] == tokens:
+            return manifest.history
         if self._topology.is_first:
-            shutil.rmtree(aside, ignore_errors=True)
+            log(f"from step {manifest.step} on an update has {tokens} tokens, not {manifest.history[-1][1]}: new lanes")
+        return (*(entry for entry in manifest.history if entry[0] < manifest.step), (manifest.step, tokens))
+
+    def restore(self, manifest: Manifest | None, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
+        if manifest is None:
+            return Progress()
+        folder = self._folder / f"{_PREFIX}{manifest.step}"
+        check_same_model(manifest, self._run, engine, folder)
+        if manifest.step > schedule.total_steps or schedule.place_of(manifest.step) != manifest.place:
+            raise UserError(
+                f"{folder}: with these stages and data its {manifest.step} steps would have read other text, so going "
+                f"on would lose or repeat some; put back what was changed, or choose another output.path"
+            )
+        if manifest.grid == grid_of(engine, self._topology):
+            engine.load(self._folder, folder.name)
+        else:
+            reader = LogicalReader(folder, manifest)
+            engine.load_logical(reader.read, reader.loss_scaler())
+        return Progress(manifest.step, self._read_caches(folder, manifest, engine, schedule))
+
+    def save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
+        try:
+            self._save(engine, progress, schedule)
+        except (OSError, RuntimeError) as error:  # torch's writer has no error of its own for a full disk
+            reason = str(error).split("\n")[0][:200]
+            raise RunFailed(
+                f"the checkpoint of step {progress.step} could not be written ({reason}); those before it are intact: "
+                f"make room and start again"
+            ) from error
+
+    def _save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
+        name = f"{_PREFIX}{progress.step}"
+        aside = self._folder / (name + _ASIDE)
+        if self._topology.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._sweep()
         dist.barrier()
         engine.save(self._folder, aside.name)
         if self._topology.tensor.rank == 0:
             self._write_caches(aside, progress.caches)
-        dist.barrier()
+        dist.barrier()  # all files are there
+        parts = _gather(self._describe(aside, engine))
         if self._topology.is_first:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
+            self._manifest(parts, engine, progress, schedule).write(aside)
+            _flush(aside / FILE)
+            _flush(aside)
+            if (self._folder / name).exists():  # of a run that was set back by hand
+                self._remove(self._folder / name)
             aside.rename(self._folder / name)
             self._point_to(name)
+            self._prune()
         dist.barrier()
+
+    def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:
+        """This rank's share of the manifest: digests of some files, and the fragments of its own."""
+        names = sorted(path.name for path in folder.iterdir())
+        mine = names[dist.get_rank() :: dist.get_world_size()]
+        for name in mine:
+            _flush(folder / name)
+        data, tensor = self._topology.data.rank, self._topology.tensor.rank
+        found = engine.fragments()
+        file = file_of(zero=engine.zero_stage, data_rank=data, tensor_rank=tensor)
+        return {
+            "files": {name: ((folder / name).stat().st_size, digest_of(folder / name)) for name in mine},
+            "fragments": {file: tuple(found)} if found else {},
+        }
+
+    def _manifest(
+        self, parts: Sequence[dict[str, Any]], engine: TrainingEngine, progress: Progress, schedule: StageSchedule
+    ) -> Manifest:
+        return Manifest(
+            step=progress.step,
+            tokens=schedule.tokens_before(progress.step),
+            place=schedule.place_of(progress.step),
+            history=schedule.history,
+            run=self._run.as_data(),
+            vocab_size=engine.model.vocab_size,
+            grid=grid_of(engine, self._topology),
+            parameters=layouts_of(engine.model),
+            fragments={name: found for part in parts for name, found in part["fragments"].items()},
+            files={name: file for part in parts for name, file in part["files"].items()},
+        )
+
+    def _problem_with(self, folder: Path) -> str | None:
+        """Every rank looks at some of the files; the verdict is common."""
+        problem = None
+        try:
+            files = sorted(read_manifest(folder).files.items())
+            for name, (size, digest) in files[dist.get_rank() :: dist.get_world_size()]:
+                check_file(folder, name, size, digest)
+        except Damaged as damage:
+            problem = str(damage)
+        return next((told for told in _gather(problem) if told), None)
+
+    def _steps(self) -> list[int]:
+        """Rank 0 looks, so that all ranks see the same."""
+        names = [path.name for path in self._folder.glob(f"{_PREFIX}*")] if self._topology.is_first else []
+        steps = [int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit()]
+        found: list[int] = _gather(steps)[0]
+        return found
 
     def _point_to(self, name: str) -> None:
         new = self._folder / "latest.new"
         new.write_text(name, encoding="utf-8")
+        _flush(new)
         new.replace(self._folder / "latest")
+        _flush(self._folder)
+
+    def _prune(self) -> None:
+        """Keep the newest few, and every n-th for good. The one just written is always among them."""
+        steps = sorted(int(path.name.removeprefix(_PREFIX)) for path in self._folder.glob(f"{_PREFIX}*[0-9]"))
+        forever = self._run.output.keep_every
+        for step in steps[: -self._run.output.keep_last]:
+            if forever is None or step % forever:
+                self._remove(self._folder / f"{_PREFIX}{step}")
+
+    def _remove(self, folder: Path) -> None:
+        folder.rename(folder.with_name(folder.name + _REMOVED))  # from here on nobody takes it for whole
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for leftover in [*self._folder.glob(f"*{_ASIDE}"), *self._folder.glob(f"*{_REMOVED}")]:
+            shutil.rmtree(leftover)
 
     def _write_caches(self, folder: Path, caches: Sequence[SegmentCache]) -> None:
-        """All rows of this data-parallel rank, in the order of their lanes: they do not depend on the micro-batches."""
+        """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""
         layers = zip(*(cache.layers for cache in caches), strict=True)
-        save_file({f"{i}": torch.cat(rows).contiguous() for i, rows in enumerate(layers)}, folder / self._cache_file)
+        tensors = {f"{i}": torch.cat(rows).contiguous() for i, rows in enumerate(layers)}
+        save_file(tensors, folder / _cache_file(self._topology.data.rank))
 
-    def _read_caches(self, folder: Path, stage: Stage, device: torch.device) -> tuple[SegmentCache, ...]:
-        tensors = load_file(folder / self._cache_file, device=str(device))
-        layers = [tensors[f"{i}"].split(stage.micro_rows) for i in range(len(tensors))]
-        return tuple(SegmentCache(rows, stage.cache_length) for rows in zip(*layers, strict=True))
+    def _read_caches(
+        self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule
+    ) -> tuple[SegmentCache, ...]:
+        """This rank's rows, from whichever ranks wrote them. When the next step opens new lanes, nobody needs them."""
+        if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
+            return ()
+        stage = schedule.plan(manifest.step).stage
+        rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
+        layers = [
+            _read_rows(folder, manifest.grid["data"], f"{layer}", rows).to(engine.device)
+            for layer in range(self._run.model.layers)
+        ]
+        return _split(layers, stage)
+
+
+def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
+    return {"data": topology.data.size, "tensor": topology.tensor.size, "zero": engine.zero_stage}
+
+
+def check_same_model(manifest: Manifest, run: RunConfig, engine: TrainingEngine, folder: Path) -> None:
+    """A checkpoint of something else is refused with what differs."""
+    theirs, ours = manifest.run["model"], run.model.as_data()
+    for key in ours:
+        if key != "dropout" and theirs.get(key) != ours[key]:
+            raise UserError(f"{folder}: is of another model: its model.{key} is {theirs.get(key)}, not {ours[key]}")
+    if manifest.vocab_size != engine.model.vocab_size:
+        raise UserError(
+            f"{folder}: is of another corpus: its vocabulary has {manifest.vocab_size} tokens, "
+            f"not {engine.model.vocab_size}"
+        )
+    if (manifest.run["optimizer"]["name"] or "nag") != (run.optimizer.name or "nag"):
+        raise UserError(
+            f"{folder}: was trained with {manifest.run['optimizer']['name'] or 'nag'}; its state is of no use to "
+            f"{run.optimizer.name or 'nag'}: set optimizer.name back, or start a new run from an exported model"
+        )
+
+
+def _split(layers: Sequence[torch.Tensor], stage: Stage) -> tuple[SegmentCache, ...]:
+    micro = zip(*(layer.split(stage.micro_rows) for layer in layers), strict=True)
+    return tuple(SegmentCache(rows, stage.cache_length) for rows in micro)
+
+
+def _read_rows(folder: Path, data_ranks: int, layer: str, wanted: range) -> torch.Tensor:
+    parts, first = [], 0
+    for rank in range(data_ranks):
+        with safe_open(folder / _cache_file(rank), framework="pt") as file:
+            held = file.get_slice(layer)
+            rows = held.get_shape()[0]
+            begin, end = max(wanted.start, first), min(wanted.stop, first + rows)
+            if begin < end:
+                parts.append(held[begin - first : end - first])
+            first += rows
+    return torch.cat(parts)
+
+
+def _cache_file(data_rank: int) -> str:
+    return f"caches_data_rank_{data_rank:05d}.safetensors"
+
+
+def _gather(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

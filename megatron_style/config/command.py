@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from megatron_style.config.errors import RunFailed, UserError
+from megatron_style.config.errors import RunFailed, Stopped, UserError
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -44,6 +44,10 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a host make the same mistake: say it once
             log(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
+    except Stopped as reason:
+        if os.environ.get("RANK", "0") == "0":
+            log(str(reason))
+        sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
         log("interrupted")
         sys.exit(EXIT_INTERRUPTED)

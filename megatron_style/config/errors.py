@@ -5,5 +5,9 @@ class UserError(ValueError):
     """The user's input is wrong. The message names the key or file, what it holds, and what would be right."""
 
 
+class Stopped(Exception):
+    """The run was asked to leave, and has saved its state. Start it again to go on."""
+
+
 class RunFailed(RuntimeError):
     """The run cannot go on, for a reason that is nobody's input. The message says why and what is saved."""

@@ -12,6 +12,7 @@ from megatron_style.config.model import ModelConfig
 from megatron_style.config.section import Section
 from megatron_style.config.yaml_file import override, read_yaml, write_yaml
 
+Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -87,6 +88,13 @@ class OutputConfig(Section):
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
     evaluate_tokens: PositiveInt | None = None  # so much of the held-out text; default: all
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
+    keep_last: PositiveInt = 2  # so many checkpoints are kept
+    keep_every: PositiveInt | None = None  # and, for good, those of every n-th step
+    stop_after: Duration | None = None  # such as 90m or 11.5h: then save and leave
+
+
+def seconds_of(duration: str) -> float:
+    return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
 
 
 class RunConfig(Section):

@@ -24,7 +24,7 @@ class Shortformer(nn.Module):
     ) -> None:
         super().__init__()
         axis = axis or Axis()
-        self.config, self.recompute = config, recompute
+        self.config, self.vocab_size, self.recompute = config, vocab_size, recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
         self.positions = SinusoidalPositions(config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, axis) for _ in range(config.layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from megatron_style.config.errors import RunFailed
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
-from megatron_style.parallel.sharding import layout_of, unshard
+from megatron_style.parallel.sharding import layout_of, layouts_of, shard, unshard
 from megatron_style.parallel.topology import Axis, Topology
+from megatron_style.runtime.flat import Fragment, flat_groups, fragments, refresh_weights, write_fragment
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,31 @@ class TrainingEngine:
     def load(self, directory: Path, tag: str) -> None:
         path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
         assert path is not None, f"DeepSpeed found nothing in {directory / tag}"
+
+    def fragments(self) -> list[Fragment]:
+        return fragments(self._engine, data_rank=self._topology.data.rank)
+
+    def load_logical(self, read: Callable[[str], dict[str, Tensor]], loss_scaler: Any) -> None:
+        """Weights and optimizer state from whole tensors, whatever grid they come from."""
+        axis, groups, mine = self._topology.tensor, flat_groups(self._engine), self.fragments()
+        if self.zero_stage == 0:  # every rank holds everything
+            mine = fragments(self._engine, data_rank=0)
+        by_param: dict[str, list[Fragment]] = {}
+        for fragment in mine:
+            by_param.setdefault(fragment.param, []).append(fragment)
+        layouts = layouts_of(self.model)
+        for name, stretches in by_param.items():
+            dim, logical = layouts[name].shard_dim, read(name)
+            if dim is not None:
+                logical = {
+                    key: shard(x, dim, axis.size)[axis.rank].contiguous() if x.dim() else x
+                    for key, x in logical.items()
+                }
+            for fragment in stretches:
+                write_fragment(groups[fragment.group], fragment, logical)
+        refresh_weights(self._engine)
+        if loss_scaler is not None and getattr(self._engine.optimizer, "dynamic_loss_scale", False):
+            self._engine.optimizer.loss_scaler = loss_scaler
 
     def full_weights(self) -> dict[str, Tensor]:
         """Every logical parameter in float32 on the first rank; empty on the others. All ranks call it together."""

@@ -73,13 +73,19 @@ class _Stretch:
 
 
 class StageSchedule:
-    """`plan(step)` for a run over a corpus of `corpus_tokens`, on `data_parallel` ranks."""
+    """`plan(step)` for a run over a corpus of `corpus_tokens`, on `data_parallel` ranks.
 
-    def __init__(self, run: RunConfig, *, corpus_tokens: int, data_parallel: int) -> None:
+    `history` is (first step, tokens an update) of every grid the run had before: a run that goes on with another number
+    of tokens an update opens its lanes anew, on what was unread."""
+
+    def __init__(
+        self, run: RunConfig, *, corpus_tokens: int, data_parallel: int, history: tuple[tuple[int, int], ...] = ()
+    ) -> None:
         self.stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
         for stage in self.stages:
             _check_corpus(stage, corpus_tokens, data_parallel)
-        self._corpus_tokens, self._data_parallel = corpus_tokens, data_parallel
+        self._corpus_tokens = corpus_tokens
+        self.history = history or ((0, run.data.tokens_per_batch * data_parallel),)
         self._shuffles = not run.model.cache if run.data.shuffle is None else run.data.shuffle
         self._seed = run.seed
         self._stretches = []
@@ -105,6 +111,16 @@ class StageSchedule:
             total += stretch.lanes.unread.tokens - stretch.lanes.after(turns).tokens
         return total
 
+    def place_of(self, step: int) -> dict[str, int | str]:
+        """How far the text has been read before a step. Equal places: no token is lost or read twice by going on."""
+        if step == 0:
+            return {"epoch": 0, "unread": Unread.whole(self._corpus_tokens).digest()}
+        before = self.plan(step - 1)
+        left = before.lanes.after(before.turn + 1)
+        if left.tokens:
+            return {"epoch": before.epoch, "unread": left.digest()}
+        return {"epoch": before.epoch + 1, "unread": Unread.whole(self._corpus_tokens).digest()}
+
     def stages_from(self, step: int) -> tuple[Stage, ...]:
         """The stages that still have steps to do."""
         return () if step >= self.total_steps else self.stages[self.plan(step).stage.index :]
@@ -127,7 +143,8 @@ class StageSchedule:
             tokens_left = extent.tokens
             while step != end_step and epoch != end_epoch and (tokens_left is None or tokens_left > 0):
                 lanes = self._open(stage, unread, epoch, step)
-                steps = lanes.steps if end_step is None else min(lanes.steps, end_step - step)
+                ends = [last - step for last in (end_step, self._next_grid(step)) if last is not None]
+                steps = min([lanes.steps, *ends])
                 if tokens_left is not None:
                     steps = min(steps, -(-tokens_left // (lanes.rows * lanes.segment_length)))
                 yield _Stretch(step, stage, epoch, lanes), steps
@@ -137,8 +154,12 @@ class StageSchedule:
                     tokens_left -= unread.tokens - left.tokens
                 epoch, unread = (epoch, left) if left.tokens else (epoch + 1, whole)
 
+    def _next_grid(self, step: int) -> int | None:
+        return next((first for first, _ in self.history if first > step), None)
+
     def _open(self, stage: Stage, unread: Unread, epoch: int, step: int) -> Pass:
-        rows = stage.rows * self._data_parallel
+        tokens = next(tokens for first, tokens in reversed(self.history) if first <= step)
+        rows = tokens // stage.segment_length
         if self._shuffles:
             return ShuffledSegments(unread, rows, stage.segment_length, key=(self._seed, epoch, step))
         return TextLanes(unread, rows, stage.segment_length)

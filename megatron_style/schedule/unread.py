@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,12 @@ class Unread:
         firsts = np.sort(np.concatenate([starts, joints[inside]]))
         lasts = np.sort(np.concatenate([stops, joints[inside]]))
         return Unread(self.in_stream(firsts), self.in_stream(lasts - 1) + 1)
+
+    def digest(self) -> str:
+        """The same for the same tokens, however they are cut into stretches."""
+        apart = np.concatenate([[True], self.starts[1:] != self.stops[:-1], [True]])
+        merged = np.concatenate([self.starts[apart[:-1]], self.stops[apart[1:]]])
+        return hashlib.sha256(merged.astype("<i8").tobytes()).hexdigest()[:16]
 
     def _begins(self) -> Places:
         """The place at which each stretch begins."""

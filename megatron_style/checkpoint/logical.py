@@ -1,0 +1,94 @@
+"""A checkpoint of any grid, read as whole named tensors: one parameter at a time, straight from DeepSpeed's files."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from megatron_style.checkpoint.manifest import Manifest
+from megatron_style.parallel.sharding import unshard
+from megatron_style.runtime.flat import FlatGroup
+
+_SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, torch.Size)
+_OPEN_FILES = 8  # mapped, not loaded: a parameter's stretches lie in neighbouring files
+
+
+class LogicalReader:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._groups = lru_cache(maxsize=_OPEN_FILES)(self._open)
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """`weight` (float32) and the optimizer's state of one parameter, whole."""
+        layout = self._manifest.parameters[name]
+        ways = self._manifest.grid["tensor"]
+        if layout.shard_dim is None:
+            return self._shard(name, 0)
+        shards = [self._shard(name, rank) for rank in range(ways)]
+        size = layout.shape[layout.shard_dim]
+        return {
+            key: unshard([shard[key] for shard in shards], layout.shard_dim, size) if value.dim() else value
+            for key, value in shards[0].items()
+        }
+
+    def loss_scaler(self) -> Any:
+        """Of fp16 training; the same on every rank."""
+        state = _load(self._folder / next(iter(self._manifest.fragments)))
+        return state.get("optimizer_state_dict", {}).get("loss_scaler")
+
+    def _shard(self, name: str, tensor_rank: int) -> dict[str, Tensor]:
+        shape = self._manifest.parameters[name].shard_shape(self._manifest.grid["tensor"])
+        shard: dict[str, Tensor] = {}
+        for file, found in self._manifest.fragments.items():
+            if tensor_rank_of(file) != tensor_rank:
+                continue
+            for fragment in found:
+                if fragment.param != name:
+                    continue
+                group = self._groups(file)[fragment.group]
+                for key, flat in {"weight": group.weights, **group.state}.items():
+                    if not isinstance(flat, Tensor) or flat.dim() == 0:
+                        shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
+                        continue
+                    whole = shard.setdefault(key, torch.empty(shape))
+                    part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
+                    whole.view(-1)[fragment.offset : fragment.offset + fragment.count] = part
+        return shard
+
+    def _open(self, file: str) -> list[FlatGroup]:
+        state = _load(self._folder / file)
+        match self._manifest.grid["zero"]:
+            case 0:
+                weights = [state["module"][name] for name in self._manifest.parameters]
+                states = state["optimizer"]["state"]
+            case 3:
+                weights = state["optimizer_state_dict"]["fp32_flat_groups"]
+                states = state["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+            case _:
+                weights = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+                states = state["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        return [FlatGroup(flat, states.get(index, {})) for index, flat in enumerate(weights)]
+
+
+def file_of(*, zero: int, data_rank: int, tensor_rank: int) -> str:
+    """DeepSpeed's name for the file with a rank's optimizer state and float32 weights."""
+    if zero == 0:
+        return f"mp_rank_{tensor_rank:02d}_model_states.pt"
+    return f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
+
+
+def tensor_rank_of(file: str) -> int:
+    return int(file.split("mp_rank_")[1].split("_")[0])
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals(list(_SAFE_CLASSES)):
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return state

@@ -1,0 +1,83 @@
+"""What a checkpoint says about itself. It is written last, so a folder with a manifest was once complete; its digests
+tell whether it still is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_style.parallel.sharding import Layout
+from megatron_style.runtime.flat import Fragment
+
+FILE = "manifest.json"
+FORMAT = 1
+
+
+class Damaged(Exception):
+    """A checkpoint is not what its manifest says, or has none. The message says how."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    tokens: int  # trained so far, over all ranks
+    place: Mapping[str, int | str]  # how far the text has been read
+    history: tuple[tuple[int, int], ...]  # (first step, tokens an update) of every grid the run has had
+    run: Mapping[str, Any]  # the resolved run file
+    vocab_size: int
+    grid: Mapping[str, int]  # data, tensor, zero
+    parameters: Mapping[str, Layout]  # in the optimizer's order
+    fragments: Mapping[str, tuple[Fragment, ...]]  # by file
+    files: Mapping[str, tuple[int, str]]  # name -> bytes, sha256
+
+    def write(self, folder: Path) -> None:
+        data = {
+            "format": FORMAT,
+            **asdict(self),
+            "parameters": {name: [list(layout.shape), layout.shard_dim] for name, layout in self.parameters.items()},
+            "fragments": {
+                name: [[f.param, f.group, f.start, f.count, f.offset] for f in found]
+                for name, found in self.fragments.items()
+            },
+        }
+        text = json.dumps(data)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        (folder / FILE).write_text(f"{text}\n{digest}\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    try:
+        text, digest = (folder / FILE).read_text(encoding="utf-8").split("\n")[:2]
+    except FileNotFoundError:
+        raise Damaged(f"it has no {FILE}, so it was never complete") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"its {FILE} cannot be read ({error})") from None
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise Damaged(f"its {FILE} has been changed")
+    data = json.loads(text)
+    if data.pop("format") != FORMAT:
+        raise Damaged(f"its {FILE} is of another format; this version reads format {FORMAT}")
+    data["history"] = tuple((step, tokens) for step, tokens in data["history"])
+    data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
+    data["fragments"] = {name: tuple(Fragment(*row) for row in rows) for name, rows in data["fragments"].items()}
+    data["files"] = {name: (size, digest) for name, (size, digest) in data["files"].items()}
+    return Manifest(**data)
+
+
+def check_file(folder: Path, name: str, size: int, sha256: str) -> None:
+    path = folder / name
+    if not path.is_file():
+        raise Damaged(f"{name} is missing")
+    if path.stat().st_size != size:
+        raise Damaged(f"{name} has {path.stat().st_size} bytes instead of {size}")
+    if digest_of(path) != sha256:
+        raise Damaged(f"{name} has been changed")
+
+
+def digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,111 @@
+"""How ZeRO lays parameters out: flat float32 tensors, of which each rank holds a part, and optimizer state beside them.
+
+A *fragment* says where a stretch of one parameter's shard lies in them. Without ZeRO every parameter is a flat tensor
+of its own. With the fragments of all ranks, a checkpoint can be read without DeepSpeed and on any other grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Fragment:
+    param: str
+    group: int  # which flat tensor
+    start: int  # where in it
+    count: int
+    offset: int  # where in the flattened shard of the parameter
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    weights: Tensor  # float32 where ZeRO keeps a master copy; without ZeRO, one parameter in its own shape
+    state: dict[str, Any]  # the optimizer's: tensors as long as the weights, and single numbers
+
+
+def flat_groups(engine: Any) -> list[FlatGroup]:
+    """Of this rank, in DeepSpeed's order."""
+    optimizer = engine.optimizer
+    match engine.zero_optimization_stage():
+        case 0:
+            return [FlatGroup(param.data, optimizer.state[param]) for param in engine.module.parameters()]
+        case 3:
+            flats = optimizer.fp32_partitioned_groups_flat
+        case _:
+            flats = optimizer.single_partition_of_fp32_groups
+    return [FlatGroup(flat.data, optimizer.optimizer.state[flat]) for flat in flats]
+
+
+def fragments(engine: Any, *, data_rank: int) -> list[Fragment]:
+    match engine.zero_optimization_stage():
+        case 0:
+            named = list(engine.module.named_parameters()) if data_rank == 0 else []  # the others hold the same
+            return [Fragment(name, i, 0, param.numel(), 0) for i, (name, param) in enumerate(named)]
+        case 3:
+            return _partitioned_fragments(engine, data_rank)
+        case _:
+            return _sliced_fragments(engine.module)
+
+
+def _sliced_fragments(module: nn.Module) -> list[Fragment]:
+    """ZeRO 1 and 2 lay all parameters end to end and cut that into equal slices."""
+    found = []
+    for name, param in module.named_parameters():
+        mapping = param._hp_mapping  # type: ignore[attr-defined]
+        if mapping is not None:
+            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+            found.append(Fragment(name, 0, here.start, here.numel, there.start))
+    return found
+
+
+def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:
+    """ZeRO 3 cuts each parameter into equal parts, the last ones padded."""
+    names = {param: name for name, param in engine.module.named_parameters()}
+    found = []
+    for group, params in enumerate(engine.optimizer.fp16_groups):
+        start = 0
+        for param in params:
+            part = param.ds_tensor.ds_numel
+            offset = data_rank * part
+            count = max(0, min(part, param.ds_numel - offset))
+            if count:
+                found.append(Fragment(names[param], group, start, count, offset))
+            start += part
+    return found
+
+
+def refresh_weights(engine: Any) -> None:
+    """Make the model's own weights, which may be in half precision, follow the flat ones."""
+    match engine.zero_optimization_stage():
+        case 0:
+            pass
+        case 3:
+            for group in range(len(engine.optimizer.fp16_groups)):
+                engine.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            persistent = engine.optimizer.persistent_parameters
+            if persistent:
+                persistent[0].partition(persistent, has_been_updated=False)
+                persistent[0].all_gather(persistent)
+        case _:
+            engine.optimizer.update_lp_params()
+
+
+@torch.no_grad()
+def write_fragment(group: FlatGroup, fragment: Fragment, logical: dict[str, Tensor]) -> None:
+    """Copy a stretch of a parameter's shard (`weight`, and optimizer state by name) into the flat tensors."""
+    for name, values in logical.items():
+        if name == "weight":
+            target = group.weights
+        elif values.dim() == 0:  # a number that all parameters share, such as Adam's step
+            was = group.state.get(name)
+            group.state[name] = type(was)(values.item()) if isinstance(was, int | float) else values.clone()
+            continue
+        else:  # before its first step the optimizer may not have made its state
+            target = group.state.setdefault(name, torch.zeros_like(group.weights))
+        part = values.reshape(-1)[fragment.offset : fragment.offset + fragment.count]
+        target.view(-1)[fragment.start : fragment.start + fragment.count].copy_(part)

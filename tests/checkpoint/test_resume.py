@@ -1,0 +1,340 @@
+"""A run that was stopped, killed, damaged or moved to another grid goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_style.checkpoint.logical import LogicalReader
+from megatron_style.checkpoint.manifest import read_manifest
+from megatron_style.config.errors import RunFailed, Stopped
+from megatron_style.config.run import RunConfig
+from megatron_style.train import train
+from tests.support.run_ranks import run_ranks
+from tests.support.runs import tiny_run
+from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
+
+DROPOUT = {"hidden": 0.2, "attention": 0.1, "activation": 0.1, "softmax": 0.1}
+UPDATE = 192  # tokens over all data-parallel ranks; the corpus of 1200 is six updates and a short one
+
+
+class HaltAfter:
+    """In place of StopRequest: asks to stop after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def agreed(self) -> str | None:
+        self._left -= 1
+        return "the test asked for it" if self._left == 0 else None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def make_run(
+    folder: Path,
+    name: str = "run",
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    zero: int = 1,
+    steps: int = 40,
+    update: int = UPDATE,
+    recompute: bool = False,
+    dropout: bool = False,
+    **more: Any,
+) -> RunConfig:
+    """Two stages of equal length, the switch in mid-epoch."""
+    base = tiny_run().model.as_data() | {"dropout": DROPOUT if dropout else {}}
+    output = {"path": str(folder / name), "log_every": 1, "save_every": 5, "evaluate_every": 10, "evaluate_tokens": 100}
+    return tiny_run(
+        stages=[{"segment_length": 8, "steps": steps // 2}, {"segment_length": 24, "steps": steps - steps // 2}],
+        tokens_per_batch=update // data,
+        model=base | more.pop("model", {}),
+        data={
+            "train": str(folder / "train"),
+            "valid": str(folder / "valid"),
+            "vocab_size": more.pop("vocab_size", VOCAB_SIZE),
+        },
+        optimizer={"name": "nag", "clip_norm": 0.5, "learning_rate": {"peak": 0.3, "warmup_steps": 3}}
+        | more.pop("optimizer", {}),
+        parallel={"tensor": tensor, "recompute": recompute, "micro_tokens": more.pop("micro_tokens", 48)},
+        output=output | more.pop("output", {}),
+        deepspeed=str(write_ds_config(folder, zero_optimization={"stage": zero})),
+    )
+
+
+def train_until(run: RunConfig, steps: int | None) -> None:
+    if steps is None:
+        train(run)
+        return
+    with patch("megatron_style.train.StopRequest", lambda **_: HaltAfter(steps)), pytest.raises(Stopped):
+        train(run)
+
+
+def on_ranks(run: RunConfig, world: int, *, halt_after: int | None = None) -> None:
+    run_ranks(world, train_until, run, halt_after)
+
+
+def metrics(run: RunConfig, kind: str = "train") -> list[dict[str, Any]]:
+    lines = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
+    timed = ("tokens_per_second", "stage_seconds")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
+
+
+def final_state(run: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
+    checkpoints = run.output.path / "checkpoints"
+    newest = checkpoints / (checkpoints / "latest").read_text()
+    manifest = read_manifest(newest)
+    reader = LogicalReader(newest, manifest)
+    return {name: reader.read(name) for name in manifest.parameters}
+
+
+def expect_bitwise(run: RunConfig, expected: RunConfig) -> None:
+    for kind in ("train", "valid", "stage"):
+        assert metrics(run, kind) == metrics(expected, kind)
+    mine, theirs = final_state(run), final_state(expected)
+    for name, tensors in theirs.items():
+        for key, value in tensors.items():
+            assert torch.equal(mine[name][key], value), (name, key)
+    ours, others = (load_file(r.output.path / "model" / "model.safetensors") for r in (run, expected))
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("zero", "recompute", "optimizer"),
+    [
+        (1, False, "nag"),
+        (3, True, "adamw"),
+        pytest.param(0, True, "adamw", marks=pytest.mark.sweep),
+        pytest.param(0, False, "nag", marks=pytest.mark.sweep),
+        pytest.param(1, True, "adamw", marks=pytest.mark.sweep),
+        pytest.param(2, True, "nag", marks=pytest.mark.sweep),
+        pytest.param(2, False, "adamw", marks=pytest.mark.sweep),
+        pytest.param(3, False, "nag", marks=pytest.mark.sweep),
+    ],
+)
+def test_a_stopped_run_equals_one_that_was_not(folder: Path, zero: int, recompute: bool, optimizer: str) -> None:
+    """40 steps = 13 + 14 + 13: in mid-epoch, and across the switch at step 20. TP2 x DP2, dropout on."""
+    settings: dict[str, Any] = {"tensor": 2, "data": 2, "zero": zero, "recompute": recompute, "dropout": True}
+    settings["optimizer"] = {"name": optimizer, "learning_rate": {"peak": 0.3 if optimizer == "nag" else 0.01}}
+    whole, parts = make_run(folder, "whole", **settings), make_run(folder, "parts", **settings)
+    on_ranks(whole, 4)
+    on_ranks(parts, 4, halt_after=13)
+    on_ranks(parts, 4, halt_after=14)
+    on_ranks(parts, 4)
+    expect_bitwise(parts, whole)
+
+
+GRIDS = {"TP1DP1": (1, 1), "TP1DP2": (1, 2), "TP2DP1": (2, 1), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
+ALL_MOVES = list(product(GRIDS, GRIDS, (1, 2, 3)))
+SUITE_MOVES = [("TP1DP1", "TP2DP2", 1), ("TP2DP2", "TP1DP1", 3), ("TP1DP2", "TP4DP1", 2), ("TP4DP1", "TP1DP2", 3)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "zero"),
+    [pytest.param(*move, id="-".join(map(str, move))) for move in SUITE_MOVES]
+    + [
+        pytest.param(*move, id="-".join(map(str, move)), marks=pytest.mark.sweep)
+        for move in ALL_MOVES
+        if move not in SUITE_MOVES
+    ],
+)
+def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero: int) -> None:
+    """Stopped at step 7 of 14, in mid-epoch and right at the switch of stages for one half of the cases."""
+    steps = 14 if zero == 2 else 16
+
+    def at(grid: str, name: str) -> tuple[RunConfig, int]:
+        tensor, data = GRIDS[grid]
+        return make_run(folder, name, tensor=tensor, data=data, zero=zero, steps=steps), tensor * data
+
+    whole, world = at(before, "whole")
+    on_ranks(whole, world)
+    moved, world = at(before, "moved")
+    on_ranks(moved, world, halt_after=7)
+    moved, world = at(after, "moved")
+    on_ranks(moved, world)
+    expect_close(moved, whole)
+
+
+def expect_close(run: RunConfig, expected: RunConfig) -> None:
+    for key in ("step", "tokens", "loss", "grad_norm", "learning_rate"):
+        values = [[event[key] for event in metrics(each)] for each in (run, expected)]
+        np.testing.assert_allclose(*values, rtol=1e-5, err_msg=key)
+    mine, theirs = (load_file(each.output.path / "model" / "model.safetensors") for each in (run, expected))
+    for name, value in theirs.items():
+        np.testing.assert_allclose(mine[name], value, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("zero_before", "zero_after"), [(0, 1), (1, 3), (3, 0), (2, 1)])
+def test_a_run_moves_to_another_zero_stage_and_micro_batch(folder: Path, zero_before: int, zero_after: int) -> None:
+    adam = {"optimizer": {"name": "adamw", "eps": 1e-5, "learning_rate": {"peak": 0.01}}}
+    whole = make_run(folder, "whole", data=2, zero=zero_before, steps=14, **adam)
+    on_ranks(whole, 2)
+    on_ranks(make_run(folder, "moved", data=2, zero=zero_before, steps=14, **adam), 2, halt_after=9)
+    moved = make_run(folder, "moved", data=2, zero=zero_after, steps=14, micro_tokens=96, **adam)
+    on_ranks(moved, 2)
+    expect_close(moved, whole)
+
+
+def test_with_another_update_size_every_token_is_still_read_once(folder: Path) -> None:
+    """One rank becomes two with the same batch each: the lanes are cut anew from what is unread."""
+    on_ranks(make_run(folder, data=1, steps=14), 1, halt_after=4)
+    run = make_run(folder, data=2, update=2 * UPDATE, steps=14)
+    on_ranks(run, 2)
+    manifest = read_manifest(run.output.path / "checkpoints" / "global_step14")
+    assert manifest.history == ((0, UPDATE), (4, 2 * UPDATE))
+    tokens = [event["tokens"] for event in metrics(run)]
+    # four updates of 192, one of 384, and what is left of the first epoch in a short one
+    assert np.diff([0, *tokens])[:6].tolist() == [UPDATE] * 4 + [2 * UPDATE, 1200 - 4 * UPDATE - 2 * UPDATE]
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-10])
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
+@pytest.mark.parametrize("file", ["manifest.json", "*optim_states.pt", "*model_states.pt", "caches*"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    folder: Path, how: str, file: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, run = make_run(folder, "whole", steps=12), make_run(folder, steps=12)
+    on_ranks(whole, 1)
+    on_ranks(run, 1, halt_after=11)
+    newest = run.output.path / "checkpoints" / "global_step11"
+    damage(next(newest.glob(file)), how)
+    on_ranks(run, 1)
+    assert "global_step11 is passed over" in capfd.readouterr().err
+    expect_bitwise(run, whole)
+
+
+def test_when_no_checkpoint_is_whole_nothing_is_overwritten(folder: Path) -> None:
+    run = make_run(folder, steps=12)
+    on_ranks(run, 1, halt_after=3)
+    damage(run.output.path / "checkpoints" / "global_step3" / "manifest.json", "truncated")
+    before = metrics(run)
+    with pytest.raises(Exception, match="none of its checkpoints is whole"):
+        on_ranks(run, 1)
+    assert metrics(run) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": {"ffn_size": 64}}, "is of another model: its model.ffn_size is 32, not 64"),
+        ({"vocab_size": 40}, "its vocabulary has 37 tokens, not 40"),
+        ({"optimizer": {"name": "adamw"}}, "was trained with nag"),
+        ({}, "would have read other text"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(folder: Path, change: dict[str, Any], told: str) -> None:
+    run = make_run(folder, steps=12)
+    on_ranks(run, 1, halt_after=3)
+    if not change:
+        write_corpus(folder, tokens=1300)  # the text has changed under the run
+    with pytest.raises(Exception, match=told):
+        on_ranks(make_run(folder, steps=12, **change), 1)
+
+
+def test_old_checkpoints_are_removed_and_some_are_kept_for_good(folder: Path) -> None:
+    run = make_run(folder, steps=24, output={"save_every": 2, "keep_last": 2, "keep_every": 8})
+    on_ranks(run, 1)
+    names = sorted(path.name for path in (run.output.path / "checkpoints").iterdir() if path.is_dir())
+    assert names == sorted(f"global_step{step}" for step in (8, 16, 22, 24))
+
+
+def in_little_space(run: RunConfig) -> None:
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with pytest.raises(RunFailed, match=r"could not be written .* those before it are intact"):
+        train(run)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_what_was_there(folder: Path) -> None:
+    whole, run = make_run(folder, "whole", steps=12), make_run(folder, steps=12)
+    on_ranks(whole, 1)
+    on_ranks(run, 1, halt_after=4)
+    run_ranks(1, in_little_space, run)
+    assert (run.output.path / "checkpoints" / "latest").read_text() == "global_step4"
+    on_ranks(run, 1)
+    expect_bitwise(run, whole)
+
+
+def killable(run: RunConfig, world: int, pids: Path) -> None:
+    os.setpgid(0, 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    run_ranks(world, write_pid_and_train, run, pids)
+
+
+def write_pid_and_train(run: RunConfig, pids: Path) -> None:
+    (pids / os.environ["RANK"]).write_text(str(os.getpid()))
+    train(run)
+
+
+def run_and_kill(run: RunConfig, world: int, pids: Path, *, after: float, whom: int | None) -> bool:
+    """Kill one rank (or all) after some seconds; true when the run was quicker."""
+    shutil.rmtree(pids, ignore_errors=True)
+    pids.mkdir()
+    driver = multiprocessing.get_context("fork").Process(target=killable, args=(run, world, pids))
+    driver.start()
+    driver.join(after)
+    finished = driver.exitcode == 0
+    if driver.is_alive():
+        if whom is not None and (pids / str(whom)).exists():
+            os.kill(int((pids / str(whom)).read_text()), signal.SIGKILL)
+            driver.join(20)
+        if driver.is_alive():
+            os.killpg(driver.pid or 0, signal.SIGKILL)
+        driver.join()
+    return finished
+
+
+@pytest.mark.parametrize(
+    ("zero", "kills"),
+    [(1, 4), pytest.param(1, 25, marks=pytest.mark.sweep), pytest.param(3, 25, marks=pytest.mark.sweep)],
+)
+def test_kill_9_at_any_moment_loses_nothing(folder: Path, zero: int, kills: int) -> None:
+    settings: dict[str, Any] = {"data": 2, "zero": zero, "dropout": True, "output": {"save_every": 2}}
+    whole, run = make_run(folder, "whole", **settings), make_run(folder, **settings)
+    begin = time.monotonic()
+    on_ranks(whole, 2)
+    seconds = time.monotonic() - begin
+    generator = random.Random(kills)
+    for _ in range(kills):
+        if generator.random() < 0.3:
+            shutil.rmtree(run.output.path, ignore_errors=True)
+        run_and_kill(
+            run, 2, folder / "pids", after=generator.uniform(0.3, 1.1) * seconds, whom=generator.choice([0, 1, None])
+        )
+        leftovers = run.output.path / "checkpoints"
+        if (leftovers / "latest").exists():
+            read_manifest(leftovers / (leftovers / "latest").read_text())
+    on_ranks(run, 2)
+    expect_bitwise(run, whole)
