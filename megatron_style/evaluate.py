@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from megatron_style.checkpoint.model_folder import read_model
+from megatron_style.checkpoint.source import open_model
 from megatron_style.config.command import add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
@@ -28,11 +28,13 @@ def main() -> None:
     args = parse_args()
     if args.nll and (not args.nll.parent.is_dir() or args.nll.is_dir()):
         raise UserError(f"--nll {args.nll}: must be a file in a folder that exists")
-    model, config = read_model(args.model, DTYPES[args.dtype])
+    source = open_model(args.model)
+    config = source.config
     protocol = make_protocol(args, config)
     store = open_store(args.data)
     store.check_ids(config.vocab_size)
     tokens = store.tokens
+    model = source.load(DTYPES[args.dtype])
     begin = time.monotonic()
     with tqdm(total=len(tokens), unit=" tokens", unit_scale=True, disable=None) as bar:  # None: not in a log file
         result = score(model, tokens, protocol, eos=config.eos, progress=bar.update)
@@ -62,7 +64,7 @@ def parse_args() -> argparse.Namespace:
         "Perplexity of a token store under a model.",
         "python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached",
     )
-    parser.add_argument("model", type=Path, help="a model folder, made by `convert` or by a run")
+    parser.add_argument("model", type=Path, help="a model folder, a run, or one of its checkpoints")
     parser.add_argument("--data", type=Path, required=True, metavar="PREFIX", help="a token store: PREFIX.bin + .idx")
     parser.add_argument("--mode", choices=["nonoverlapping", "cached"], required=True)
     parser.add_argument("--segment-length", type=int, metavar="L", help="default: the length last trained with")

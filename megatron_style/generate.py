@@ -11,25 +11,26 @@ import math
 import sys
 from pathlib import Path
 
-from megatron_style.checkpoint.model_folder import read_model
+from megatron_style.checkpoint.source import open_model
 from megatron_style.config.command import add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
-from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.inference.sampling import Sampler, generate
 
 
 def main() -> None:
     args = parse_args()
     check(args)
-    model, config = read_model(args.model)
-    tokenizer = load_tokenizer(args.model)
+    source = open_model(args.model)
+    config, tokenizer = source.config, source.tokenizer()
+    if tokenizer is None:
+        raise UserError(f"{args.model}: was trained on token ids without a tokenizer, so there is no text to generate")
     if tokenizer.vocab_size != config.vocab_size:
         raise UserError(
             f"{args.model}: its tokenizer makes {tokenizer.vocab_size} ids, but the model knows {config.vocab_size}; "
             "the tokenizer it was trained with is needed"
         )
     stream = generate(
-        model,
+        source.load(),
         tokenizer.encode(args.prompt),
         Sampler(args.temperature, args.top_k, args.top_p),
         segment_length=config.segment_length,
@@ -60,7 +61,7 @@ def parse_args() -> argparse.Namespace:
         "Sample text from a model.",
         'python -m megatron_style.generate runs/quickstart/model --prompt "The state of the Union" --tokens 100',
     )
-    parser.add_argument("model", type=Path, help="a model folder, made by `convert` or by a run")
+    parser.add_argument("model", type=Path, help="a model folder, a run, or one of its checkpoints")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--tokens", type=int, default=100, metavar="N")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")

@@ -128,7 +128,7 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
             cache_length=last.cache_length,
             step=schedule.total_steps,
         )
-        write_model(run.output.path / "model", config, weights, corpus.tokenizer)
+        write_model(run.output.path / "model", config, weights.__getitem__, corpus.tokenizer)
 
 
 def due(step: int, every: int | None) -> bool:

@@ -7,16 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from megatron_style.checkpoint.manifest import Manifest
 from megatron_style.parallel.sharding import unshard
 from megatron_style.runtime.flat import FlatGroup
 
-_SAFE_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, torch.Size)
+
+class _Opaque:
+    """In place of DeepSpeed's own small classes: holds what was in them and runs nothing."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+_DEEPSPEED_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
 _OPEN_FILES = 8  # mapped, not loaded: a parameter's stretches lie in neighbouring files
 
 
@@ -25,25 +34,30 @@ class LogicalReader:
         self._folder, self._manifest = folder, manifest
         self._groups = lru_cache(maxsize=_OPEN_FILES)(self._open)
 
-    def read(self, name: str) -> dict[str, Tensor]:
-        """`weight` (float32) and the optimizer's state of one parameter, whole."""
+    def weight(self, name: str) -> Tensor:
+        """One parameter, whole, in float32."""
+        return self.read(name, with_state=False)["weight"]
+
+    def read(self, name: str, *, with_state: bool = True) -> dict[str, Tensor]:
+        """`weight` and the optimizer's state of one parameter, whole."""
         layout = self._manifest.parameters[name]
         ways = self._manifest.grid["tensor"]
         if layout.shard_dim is None:
-            return self._shard(name, 0)
-        shards = [self._shard(name, rank) for rank in range(ways)]
+            return self._shard(name, 0, with_state)
+        shards = [self._shard(name, rank, with_state) for rank in range(ways)]
         size = layout.shape[layout.shard_dim]
         return {
             key: unshard([shard[key] for shard in shards], layout.shard_dim, size) if value.dim() else value
             for key, value in shards[0].items()
         }
 
-    def loss_scaler(self) -> Any:
-        """Of fp16 training; the same on every rank."""
+    def loss_scaler(self) -> dict[str, Any]:
+        """What fp16 training's loss scaler held; the same on every rank."""
         state = _load(self._folder / next(iter(self._manifest.fragments)))
-        return state.get("optimizer_state_dict", {}).get("loss_scaler")
+        scaler = state.get("optimizer_state_dict", {}).get("loss_scaler")
+        return {} if scaler is None else vars(scaler)
 
-    def _shard(self, name: str, tensor_rank: int) -> dict[str, Tensor]:
+    def _shard(self, name: str, tensor_rank: int, with_state: bool) -> dict[str, Tensor]:
         shape = self._manifest.parameters[name].shard_shape(self._manifest.grid["tensor"])
         shard: dict[str, Tensor] = {}
         for file, found in self._manifest.fragments.items():
@@ -53,7 +67,7 @@ class LogicalReader:
                 if fragment.param != name:
                     continue
                 group = self._groups(file)[fragment.group]
-                for key, flat in {"weight": group.weights, **group.state}.items():
+                for key, flat in {"weight": group.weights, **(group.state if with_state else {})}.items():
                     if not isinstance(flat, Tensor) or flat.dim() == 0:
                         shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
                         continue
@@ -89,6 +103,7 @@ def tensor_rank_of(file: str) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with torch.serialization.safe_globals(list(_SAFE_CLASSES)):
+    """Nothing in the file is executed: tensors and plain values only."""
+    with torch.serialization.safe_globals([(_Opaque, name) for name in _DEEPSPEED_CLASSES]):
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state

@@ -28,7 +28,9 @@ class Manifest:
     place: Mapping[str, int | str]  # how far the text has been read
     history: tuple[tuple[int, int], ...]  # (first step, tokens an update) of every grid the run has had
     run: Mapping[str, Any]  # the resolved run file
+    ds_config: Mapping[str, Any]  # the user's
     vocab_size: int
+    corpus_tokens: int
     grid: Mapping[str, int]  # data, tensor, zero
     parameters: Mapping[str, Layout]  # in the optimizer's order
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_style.config.errors import UserError
@@ -17,20 +17,44 @@ from megatron_style.data.folder import whole_folder
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, Tokenizer
 from megatron_style.model.shortformer import Shortformer
 
-_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+CONFIG_FILE = "config.json"
+_WEIGHTS = "model.safetensors"
 
 
 def write_model(
-    folder: Path, config: ModelFolderConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer | None
+    folder: Path, config: ModelFolderConfig, weight: Callable[[str], Tensor], tokenizer: Tokenizer | None
 ) -> None:
-    """The folder appears whole or not at all."""
+    """The folder appears whole or not at all. Weights are asked for by name, one after the other."""
     if folder.exists() and not _may_be_replaced(folder):
         raise UserError(f"{folder}: exists and is not a model folder; choose another place for the model")
     with whole_folder(folder) as aside:
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside / _WEIGHTS)
-        (aside / _CONFIG).write_text(json.dumps(config.as_data(), indent=2) + "\n", encoding="utf-8")
+        _write_weights(aside / _WEIGHTS, parameter_shapes(config), weight)
+        (aside / CONFIG_FILE).write_text(json.dumps(config.as_data(), indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(aside)
+
+
+def parameter_shapes(config: ModelFolderConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = Shortformer(config.model, config.vocab_size)
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def _write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], weight: Callable[[str], Tensor]) -> None:
+    """safetensors, float32. The library wants all tensors in memory at once; this holds one at a time."""
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            tensor = weight(name).detach().float().contiguous()
+            assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
+            file.write(tensor.numpy().astype("<f4", copy=False).data)
 
 
 def _may_be_replaced(folder: Path) -> bool:
@@ -38,15 +62,15 @@ def _may_be_replaced(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
-    return not names or (_CONFIG in names and names <= {_WEIGHTS, _CONFIG, DICTIONARY_FILE, BPE_FILE})
+    return not names or (CONFIG_FILE in names and names <= {_WEIGHTS, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE})
 
 
 def read_model_config(folder: Path) -> ModelFolderConfig:
-    path = folder / _CONFIG
+    path = folder / CONFIG_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder}: no {_CONFIG} in it; a folder made by `convert` or by a run is expected") from None
+        raise UserError(f"{folder}: no {CONFIG_FILE} in it; a folder of `convert` or of a run is expected") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     config = ModelFolderConfig.parse(data, source=str(path))
@@ -63,28 +87,22 @@ def _check_vocabulary(config: ModelFolderConfig, path: Path) -> None:
         )
 
 
-def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Shortformer, ModelFolderConfig]:
-    config = read_model_config(folder)
-    model = Shortformer(config.model, config.vocab_size).to(dtype)
-    copy_weights(model, folder / _WEIGHTS)
-    return model, config
-
-
-@torch.no_grad()
-def copy_weights(model: Shortformer, path: Path) -> None:
-    """Fill the model from a safetensors file, one tensor at a time; names and shapes must match exactly."""
-    params = dict(model.named_parameters())
+def open_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], Tensor]:
+    """The tensors of `model.safetensors` by name, read as they are asked for; names and shapes must match exactly."""
+    path = folder / _WEIGHTS
     try:
-        with safe_open(path, framework="pt") as file:
-            if set(file.keys()) != set(params):
-                odd = sorted(set(file.keys()) ^ set(params))[0]
-                raise UserError(f"{path}: its tensors are not those of its config.json; '{odd}' is in one only")
-            for name, param in params.items():
-                tensor = file.get_tensor(name)
-                if tensor.shape != param.shape:
-                    raise UserError(f"{path}: {name} is {list(tensor.shape)}, config.json wants {list(param.shape)}")
-                param.copy_(tensor)
+        file = safe_open(path, framework="pt")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except SafetensorError as error:
         raise UserError(f"{path}: not a whole safetensors file: {error}") from None
+    names: list[str] = file.keys()
+    held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    if set(held) != set(shapes):
+        odd = sorted(set(held) ^ set(shapes))[0]
+        raise UserError(f"{path}: its tensors are not those of its {CONFIG_FILE}; '{odd}' is in one only")
+    for name, shape in shapes.items():
+        if held[name] != shape:
+            raise UserError(f"{path}: {name} is {list(held[name])}, {CONFIG_FILE} wants {list(shape)}")
+    get: Callable[[str], Tensor] = file.get_tensor
+    return get

@@ -27,6 +27,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
+from megatron_style.runtime.ds_config import read_ds_config
 from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.schedule.stages import Stage, StageSchedule
 
@@ -70,10 +71,13 @@ class CheckpointStore:
             log(f"from step {manifest.step} on an update has {tokens} tokens, not {manifest.history[-1][1]}: new lanes")
         return (*(entry for entry in manifest.history if entry[0] < manifest.step), (manifest.step, tokens))
 
-    def restore(self, manifest: Manifest | None, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
+    def restore(
+        self, manifest: Manifest | None, engine: TrainingEngine, schedule: StageSchedule, folder: Path | None = None
+    ) -> Progress:
+        """Of a checkpoint of this run, or of one in another folder."""
         if manifest is None:
             return Progress()
-        folder = self._folder / f"{_PREFIX}{manifest.step}"
+        folder = folder or self._folder / f"{_PREFIX}{manifest.step}"
         check_same_model(manifest, self._run, engine, folder)
         if manifest.step > schedule.total_steps or schedule.place_of(manifest.step) != manifest.place:
             raise UserError(
@@ -81,7 +85,7 @@ class CheckpointStore:
                 f"on would lose or repeat some; put back what was changed, or choose another output.path"
             )
         if manifest.grid == grid_of(engine, self._topology):
-            engine.load(self._folder, folder.name)
+            engine.load(folder.parent, folder.name)
         else:
             reader = LogicalReader(folder, manifest)
             engine.load_logical(reader.read, reader.loss_scaler())
@@ -143,7 +147,9 @@ class CheckpointStore:
             place=schedule.place_of(progress.step),
             history=schedule.history,
             run=self._run.as_data(),
+            ds_config=read_ds_config(self._run.deepspeed),
             vocab_size=engine.model.vocab_size,
+            corpus_tokens=schedule.corpus_tokens,
             grid=grid_of(engine, self._topology),
             parameters=layouts_of(engine.model),
             fragments={name: found for part in parts for name, found in part["fragments"].items()},

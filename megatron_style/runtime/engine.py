@@ -45,14 +45,15 @@ class TrainingEngine:
         """Without an optimizer, the ds_config must have one."""
         self._topology, self._clip_norm = topology, clip_norm
         self._skipped_in_a_row, self._max_skipped = 0, max_skipped
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            model_parameters=None if optimizer else model.parameters(),
-            config=ds_config,
-            mpu=_MpuView(topology),
-            dist_init_required=False,
-        )
+        with _without_warnings():  # of an optimizer that DeepSpeed has not tested with ZeRO; we have
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=optimizer,
+                model_parameters=None if optimizer else model.parameters(),
+                config=ds_config,
+                mpu=_MpuView(topology),
+                dist_init_required=False,
+            )
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -119,10 +120,8 @@ class TrainingEngine:
         before = {name: getattr(self._engine, name) for name in counters}
         scaler = copy.deepcopy(getattr(self._engine.optimizer, "loss_scaler", None))
         yield
-        level = deepspeed.utils.logger.level
-        deepspeed.utils.logger.setLevel("ERROR")  # DeepSpeed would warn of the overflow
-        update = self.update(None)
-        deepspeed.utils.logger.setLevel(level)
+        with _without_warnings():  # of the overflow
+            update = self.update(None)
         assert not update.applied
         self._skipped_in_a_row = 0
         for name, value in before.items():
@@ -140,7 +139,7 @@ class TrainingEngine:
     def fragments(self) -> list[Fragment]:
         return fragments(self._engine, data_rank=self._topology.data.rank)
 
-    def load_logical(self, read: Callable[[str], dict[str, Tensor]], loss_scaler: Any) -> None:
+    def load_logical(self, read: Callable[[str], dict[str, Tensor]], loss_scaler: dict[str, Any]) -> None:
         """Weights and optimizer state from whole tensors, whatever grid they come from."""
         axis, groups, mine = self._topology.tensor, flat_groups(self._engine), self.fragments()
         if self.zero_stage == 0:  # every rank holds everything
@@ -159,8 +158,8 @@ class TrainingEngine:
             for fragment in stretches:
                 write_fragment(groups[fragment.group], fragment, logical)
         refresh_weights(self._engine)
-        if loss_scaler is not None and getattr(self._engine.optimizer, "dynamic_loss_scale", False):
-            self._engine.optimizer.loss_scaler = loss_scaler
+        if getattr(self._engine.optimizer, "dynamic_loss_scale", False):
+            vars(self._engine.optimizer.loss_scaler).update(loss_scaler)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Every logical parameter in float32 on the first rank; empty on the others. All ranks call it together."""
@@ -170,6 +169,15 @@ class TrainingEngine:
             if self._topology.is_first:
                 weights[name] = full.cpu().clone()
         return weights
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = deepspeed.utils.logger
+    level = logger.level
+    logger.setLevel("ERROR")
+    yield
+    logger.setLevel(level)
 
 
 def gradient_norm(model: nn.Module, axis: Axis) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,9 @@ from megatron_style.parallel.topology import Topology
 @contextmanager
 def distributed_session(*, tensor: int) -> Iterator[Topology]:
     deepspeed.utils.logger.setLevel("WARNING")
+    for handler in deepspeed.utils.logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)  # standard output is for results
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
     # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -84,7 +84,7 @@ class StageSchedule:
         self.stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
         for stage in self.stages:
             _check_corpus(stage, corpus_tokens, data_parallel)
-        self._corpus_tokens = corpus_tokens
+        self.corpus_tokens = corpus_tokens
         self.history = history or ((0, run.data.tokens_per_batch * data_parallel),)
         self._shuffles = not run.model.cache if run.data.shuffle is None else run.data.shuffle
         self._seed = run.seed
@@ -114,12 +114,12 @@ class StageSchedule:
     def place_of(self, step: int) -> dict[str, int | str]:
         """How far the text has been read before a step. Equal places: no token is lost or read twice by going on."""
         if step == 0:
-            return {"epoch": 0, "unread": Unread.whole(self._corpus_tokens).digest()}
+            return {"epoch": 0, "unread": Unread.whole(self.corpus_tokens).digest()}
         before = self.plan(step - 1)
         left = before.lanes.after(before.turn + 1)
         if left.tokens:
             return {"epoch": before.epoch, "unread": left.digest()}
-        return {"epoch": before.epoch + 1, "unread": Unread.whole(self._corpus_tokens).digest()}
+        return {"epoch": before.epoch + 1, "unread": Unread.whole(self.corpus_tokens).digest()}
 
     def stages_from(self, step: int) -> tuple[Stage, ...]:
         """The stages that still have steps to do."""
@@ -135,7 +135,7 @@ class StageSchedule:
         return step + 1 == self.total_steps or self.opens_stage(step + 1)
 
     def _lay_out(self, extents: tuple[StageConfig, ...]) -> Iterator[tuple[_Stretch, int]]:
-        whole = Unread.whole(self._corpus_tokens)
+        whole = Unread.whole(self.corpus_tokens)
         step, epoch, unread = 0, 0, whole
         for stage, extent in zip(self.stages, extents, strict=True):
             end_step = step + extent.steps if extent.steps else None

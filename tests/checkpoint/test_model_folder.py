@@ -10,17 +10,25 @@ import pytest
 import torch
 
 from megatron_style.checkpoint import model_folder
-from megatron_style.checkpoint.model_folder import read_model, read_model_config, write_model
+from megatron_style.checkpoint.model_folder import read_model_config, write_model
 from megatron_style.config.errors import UserError
 from megatron_style.data.tokenizer import BpeTokenizer, load_tokenizer
-from tests.support.tiny import content, tiny_config, tiny_dictionary, tiny_model, weights_of, write_tiny_model
+from tests.support.tiny import (
+    content,
+    read_model,
+    tiny_config,
+    tiny_dictionary,
+    tiny_model,
+    weights_of,
+    write_tiny_model,
+)
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "tied", "untied"])
 def test_what_was_written_is_read_back(tmp_path: Path, kind: str) -> None:
     config = tiny_config(kind)
     weights = weights_of(tiny_model(config, torch.float32))
-    write_model(tmp_path / "model", config, weights, None)
+    write_model(tmp_path / "model", config, weights.__getitem__, None)
     model, read = read_model(tmp_path / "model")
     assert read == config
     assert weights.keys() == weights_of(model).keys()
@@ -38,8 +46,8 @@ def test_reading_in_double_precision_keeps_every_bit(tmp_path: Path) -> None:
 def test_weights_that_are_views_of_larger_ones_are_written_alone(tmp_path: Path) -> None:
     weights = weights_of(tiny_model(tiny_config(), torch.float32))
     views = {name: torch.cat([tensor, tensor])[: len(tensor)] for name, tensor in weights.items()}
-    write_model(tmp_path / "model", tiny_config(), weights, None)
-    write_model(tmp_path / "views", tiny_config(), views, None)
+    write_model(tmp_path / "model", tiny_config(), weights.__getitem__, None)
+    write_model(tmp_path / "views", tiny_config(), views.__getitem__, None)
     assert content(tmp_path / "views") == content(tmp_path / "model")
 
 
@@ -57,7 +65,7 @@ def full_disk(*_: object) -> NoReturn:
 
 
 def test_a_crash_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_folder, "save_file", full_disk)
+    monkeypatch.setattr(model_folder, "_write_weights", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_tiny_model(tmp_path / "model")
     assert not list(tmp_path.iterdir())
@@ -66,7 +74,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 def test_a_crash_while_replacing_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_model(tmp_path / "model")
     before = content(tmp_path)
-    monkeypatch.setattr(model_folder, "save_file", full_disk)
+    monkeypatch.setattr(model_folder, "_write_weights", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_tiny_model(tmp_path / "model", tiny_config("tied"))
     assert content(tmp_path) == before

@@ -23,8 +23,8 @@ from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.config.errors import RunFailed, Stopped
 from megatron_style.config.run import RunConfig
+from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.train import train
-from tests.support.run_ranks import run_ranks
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_style.checkpoint.fairseq import fairseq_names
-from megatron_style.checkpoint.model_folder import read_model
 from megatron_style.convert import main
 from megatron_style.data.tokenizer import load_tokenizer
 from tests.support.oracle import ORACLE, needs_oracle
@@ -28,6 +27,7 @@ from tests.support.tiny import (
     content,
     expect_refusal,
     fairseq_state,
+    read_model,
     run_here,
     tiny_config,
     tiny_dictionary,

@@ -179,9 +179,12 @@ def nothing(folder: Path) -> None:
 
 
 DAMAGED = {
-    "no model folder": (lambda folder: shutil.rmtree(folder / "model"), ["model: no config.json in it; a folder made"]),
-    "a file": (a_file_for_a_model, ["model: no config.json in it; a folder made by `convert`"]),
-    "no config": (without_config, ["model: no config.json in it; a folder made by `convert`"]),
+    "no model folder": (
+        lambda folder: shutil.rmtree(folder / "model"),
+        ["model: neither a model folder (with config.json)"],
+    ),
+    "a file": (a_file_for_a_model, ["model: neither a model folder (with config.json)"]),
+    "no config": (without_config, ["model: neither a model folder (with config.json)"]),
     "an unknown key": (with_config(segment_lenght=3), ["config.json: segment_lenght", "did you mean 'segment_length'"]),
     "a config that is no object": (lambda f: (f / "model/config.json").write_text("[]"), ["config.json"]),
     "a torn config": (with_torn_config, ["config.json: not valid JSON"]),
@@ -251,5 +254,6 @@ def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path)
     done = evaluate(tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: {tiny}/nowhere: no config.json in it; a folder made by `convert` or by a run is expected\n"
+        f"error: {tiny}/nowhere: neither a model folder (with config.json) "
+        "nor a run or checkpoint (with manifest.json)\n"
     )

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_style.checkpoint.model_folder import read_model
 from megatron_style.config.run import load_run
 from megatron_style.inference.perplexity import Protocol, score
 from tests.support.runs import tiny_run
+from tests.support.tiny import read_model
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,11 +17,11 @@ from megatron_style.parallel.randomness import Noise, replicated_dropout, seed_s
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.build import build_engine
 from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.runtime.preflight import preflight
 from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients
-from tests.support.run_ranks import run_ranks
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, History, train_on, write_corpus, write_ds_config
 

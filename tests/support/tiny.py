@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_style.checkpoint.fairseq import fairseq_names
 from megatron_style.checkpoint.model_folder import write_model
+from megatron_style.checkpoint.source import open_model
 from megatron_style.config.command import run_command
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer, WordDictionary
@@ -42,6 +43,11 @@ def tiny_model(config: ModelFolderConfig, dtype: torch.dtype = torch.float64) ->
     return model.to(dtype)
 
 
+def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Shortformer, ModelFolderConfig]:
+    source = open_model(folder)
+    return source.load(dtype), source.config
+
+
 def weights_of(model: Shortformer) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -55,7 +61,7 @@ def write_tiny_model(
 ) -> ModelFolderConfig:
     config = config or tiny_config()
     weights = weights_of(tiny_model(config, torch.float32))
-    write_model(folder, config, weights, tokenizer or tiny_dictionary())
+    write_model(folder, config, weights.__getitem__, tokenizer or tiny_dictionary())
     return config
 
 

@@ -15,11 +15,11 @@ from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.model.cache import SegmentCache
 from megatron_style.runtime.build import build_engine
+from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients
-from tests.support.run_ranks import run_ranks
 
 VOCAB_SIZE = 37  # divides by no number of ranks
 

@@ -1,4 +1,4 @@
-"""Run a function on n gloo ranks inside one pytest process tree. Forked: 0.1 s, where a launcher takes many."""
+"""Ranks on this machine, without a launcher: forked processes that talk through a file and gloo."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def run_ranks(world: int, body: Callable[..., Any], *args: object) -> list[Any]:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         start_processes(_rank, (world, folder, body, args), nprocs=world, start_method="fork")
+        # Written by our own children, into a folder of our own.
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 

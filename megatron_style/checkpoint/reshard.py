@@ -1,0 +1,51 @@
+"""A checkpoint for another grid, written without that grid: its ranks run here, on the CPU, one process each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_style.checkpoint.manifest import Manifest
+from megatron_style.checkpoint.source import open_checkpoint
+from megatron_style.checkpoint.store import CheckpointStore
+from megatron_style.config.errors import UserError
+from megatron_style.config.run import RunConfig, save_run
+from megatron_style.runtime.build import build_engine
+from megatron_style.runtime.local_ranks import run_ranks
+from megatron_style.runtime.session import distributed_session
+from megatron_style.schedule.stages import StageSchedule
+
+
+def reshard(path: Path, output: Path, *, tensor: int, data: int) -> int:
+    """Write `output` as a run's folder that holds this one checkpoint. Gives its step."""
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"--output {output}: exists and is not empty; choose a new folder")
+    folder, manifest = open_checkpoint(path)
+    update = manifest.history[-1][1]
+    if update % data:
+        raise UserError(f"--data {data}: must divide the {update} tokens of an update, which stay as they are")
+    settings = json.loads(json.dumps(manifest.run))
+    settings["parallel"]["tensor"] = tensor
+    settings["data"]["tokens_per_batch"] = update // data
+    settings["output"]["path"] = str(output)
+    settings["deepspeed"] = str(output / "ds_config.json")
+    run = RunConfig.parse(settings, source=str(folder))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "ds_config.json").write_text(json.dumps(manifest.ds_config, indent=2) + "\n", encoding="utf-8")
+    run_ranks(tensor * data, _write_rank, run, folder, manifest)
+    save_run(run, output / "run.yaml")
+    return manifest.step
+
+
+def _write_rank(run: RunConfig, folder: Path, manifest: Manifest) -> None:
+    with distributed_session(tensor=run.parallel.tensor) as topology:
+        schedule = StageSchedule(
+            run,
+            corpus_tokens=manifest.corpus_tokens,
+            data_parallel=topology.data.size,
+            history=manifest.history,
+        )
+        engine = build_engine(run, schedule, manifest.vocab_size, topology)
+        store = CheckpointStore(run, topology)
+        progress = store.restore(manifest, engine, schedule, folder)
+        store.save(engine, progress, schedule)
