@@ -3,12 +3,14 @@ tell whether it still is."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import mmap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from megatron_style.parallel.sharding import Layout
 from megatron_style.runtime.flat import Fragment
@@ -34,7 +36,7 @@ class Manifest:
     grid: Mapping[str, int]  # data, tensor, zero
     parameters: Mapping[str, Layout]  # in the optimizer's order
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file
-    files: Mapping[str, tuple[int, str]]  # name -> bytes, sha256
+    files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
 
     def write(self, folder: Path) -> None:
         data = {
@@ -47,7 +49,7 @@ class Manifest:
             },
         }
         text = json.dumps(data)
-        digest = hashlib.sha256(text.encode()).hexdigest()
+        digest = xxhash.xxh3_128(text.encode()).hexdigest()
         (folder / FILE).write_text(f"{text}\n{digest}\n", encoding="utf-8")
 
 
@@ -58,7 +60,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"it has no {FILE}, so it was never complete") from None
     except (OSError, ValueError) as error:
         raise Damaged(f"its {FILE} cannot be read ({error})") from None
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
+    if xxhash.xxh3_128(text.encode()).hexdigest() != digest:
         raise Damaged(f"its {FILE} has been changed")
     data = json.loads(text)
     if data.pop("format") != FORMAT:
@@ -70,16 +72,17 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**data)
 
 
-def check_file(folder: Path, name: str, size: int, sha256: str) -> None:
+def check_file(folder: Path, name: str, size: int, digest: str) -> None:
     path = folder / name
     if not path.is_file():
         raise Damaged(f"{name} is missing")
     if path.stat().st_size != size:
         raise Damaged(f"{name} has {path.stat().st_size} bytes instead of {size}")
-    if digest_of(path) != sha256:
+    if digest_of(path) != digest:
         raise Damaged(f"{name} has been changed")
 
 
 def digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """xxh3: it finds damage as surely as sha256, and is ten times faster than a disk."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return xxhash.xxh3_128(content).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,8 @@ class CheckpointStore:
         """This rank's share of the manifest: digests of some files, and the fragments of its own."""
         names = sorted(path.name for path in folder.iterdir())
         mine = names[dist.get_rank() :: dist.get_world_size()]
-        for name in mine:
-            _flush(folder / name)
+        with ThreadPoolExecutor() as threads:  # the disk is busy with one file while another is read
+            list(threads.map(_flush, (folder / name for name in mine)))
         data, tensor = self._topology.data.rank, self._topology.tensor.rank
         found = engine.fragments()
         file = file_of(zero=engine.zero_stage, data_rank=data, tensor_rank=tensor)

@@ -1,0 +1,109 @@
+"""Saving and loading a checkpoint, against a raw write of the same bytes to the same disk, in one run.
+
+    python benchmarks/checkpoint.py [--folder DIR] [--zero 1] [--rounds 3]
+
+Two ranks on the CPU, a model of 38M parameters with Adam's state. Every round writes raw, saves and loads; the ratios
+of the medians are printed. 1.0 means: as fast as a raw write with fsync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from megatron_style.checkpoint.store import CheckpointStore, Progress
+from megatron_style.config.run import RunConfig
+from megatron_style.runtime.build import build_engine
+from megatron_style.runtime.local_ranks import run_ranks
+from megatron_style.runtime.session import distributed_session
+from megatron_style.schedule.stages import StageSchedule
+
+RANKS, VOCAB_SIZE, CORPUS_TOKENS = 2, 20_000, 1_000_000
+
+
+def make_run(folder: Path, zero: int) -> RunConfig:
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": zero}}))
+    data = {
+        "model": {
+            "layers": 8,
+            "hidden_size": 512,
+            "heads": 8,
+            "ffn_size": 2048,
+            "vocabulary": {"kind": "adaptive", "cutoffs": [20_000 * 6 // 10]},
+        },
+        "data": {"train": "train", "valid": "valid", "tokens_per_batch": 512},
+        "stages": [{"segment_length": 64, "steps": 100}],
+        "optimizer": {"name": "adamw", "learning_rate": {"peak": 0.001}},
+        "output": {"path": str(folder / "run"), "keep_last": 1},
+        "deepspeed": str(folder / "ds.json"),
+    }
+    return RunConfig.parse(data, source="benchmark")
+
+
+def measure(run: RunConfig, rounds: int) -> list[tuple[float, float, float, int]]:
+    """Seconds of raw write, save and load, and bytes, of each round."""
+    with distributed_session(tensor=1) as topology:
+        schedule = StageSchedule(run, corpus_tokens=CORPUS_TOKENS, data_parallel=RANKS)
+        engine = build_engine(run, schedule, VOCAB_SIZE, topology)
+        ids = torch.zeros(8, 64, dtype=torch.long)
+        nll, cache = engine.forward(ids, ids, engine.model.empty_cache(8, 64), None)
+        engine.accumulate(nll.mean(), is_last=True)
+        engine.update(0.001)  # makes the optimizer's state
+        store, found = CheckpointStore(run, topology), []
+        for step in range(1, rounds + 1):
+            begin = time.perf_counter()
+            store.save(engine, Progress(step, (cache,)), schedule)
+            save = time.perf_counter() - begin
+            begin = time.perf_counter()
+            store.restore(store.newest(), engine, schedule)
+            torch.distributed.barrier()
+            load = time.perf_counter() - begin
+            size = sum(path.stat().st_size for path in (run.output.path / "checkpoints").rglob("*") if path.is_file())
+            raw = raw_write(run.output.path / "raw", size) if topology.is_first else 0.0
+            torch.distributed.barrier()
+            found.append((raw, save, load, size))
+        return found
+
+
+def raw_write(path: Path, size: int) -> float:
+    block = np.random.default_rng(0).bytes(2**24)
+    begin = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(size // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary folder")
+    parser.add_argument("--zero", type=int, default=1, choices=range(4))
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as directory:
+        rounds = run_ranks(RANKS, measure, make_run(Path(directory), args.zero), args.rounds)[0]
+    raw, save, load = (statistics.median(column) for column in list(zip(*rounds, strict=True))[:3])
+    size = rounds[-1][3]
+    print(f"checkpoint    {size / 2**20:,.0f} MiB, ZeRO {args.zero}, {RANKS} ranks, median of {args.rounds} rounds")
+    for name, seconds in (("raw write", raw), ("save", save), ("load", load)):
+        speed = size / seconds / 2**30
+        print(f"{name:<12}  {seconds:6.2f} s  {speed:5.2f} GiB/s  ratio to raw write {raw / seconds:.2f}")
+
+
+if __name__ == "__main__":
+    main()
