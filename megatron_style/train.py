@@ -68,11 +68,11 @@ def train(run: RunConfig) -> None:
                              show=due(progress.step, run.output.log_every) or stage_ends)  # fmt: skip
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     journal.held_out(progress.step, evaluate(engine, corpus, run, schedule.stages[-1]))
-                reason = stop.agreed()
-                if due(progress.step, run.output.save_every) or stage_ends or reason:
-                    checkpoints.save(engine, progress, schedule)
                 if stage_ends:
                     journal.stage_closes(plan)
+                reason = stop.agreed()  # all of this step is recorded: a checkpoint may follow, and nothing is lost
+                if due(progress.step, run.output.save_every) or stage_ends or reason:
+                    checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to go on")
             export(engine, run, corpus, schedule, topology)

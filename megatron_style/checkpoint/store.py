@@ -7,7 +7,6 @@ done; `latest` is moved last. So a kill at any moment leaves the checkpoints bef
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_fi
 from megatron_style.config.command import log
 from megatron_style.config.errors import RunFailed, UserError
 from megatron_style.config.run import RunConfig
+from megatron_style.data.folder import sync
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
@@ -116,8 +116,8 @@ class CheckpointStore:
         parts = _gather(self._describe(aside, engine))
         if self._topology.is_first:
             self._manifest(parts, engine, progress, schedule).write(aside)
-            _flush(aside / FILE)
-            _flush(aside)
+            sync(aside / FILE)
+            sync(aside)
             if (self._folder / name).exists():  # of a run that was set back by hand
                 self._remove(self._folder / name)
             aside.rename(self._folder / name)
@@ -130,7 +130,7 @@ class CheckpointStore:
         names = sorted(path.name for path in folder.iterdir())
         mine = names[dist.get_rank() :: dist.get_world_size()]
         with ThreadPoolExecutor() as threads:  # the disk is busy with one file while another is read
-            list(threads.map(_flush, (folder / name for name in mine)))
+            list(threads.map(sync, (folder / name for name in mine)))
         data, tensor = self._topology.data.rank, self._topology.tensor.rank
         found = engine.fragments()
         file = file_of(zero=engine.zero_stage, data_rank=data, tensor_rank=tensor)
@@ -178,9 +178,9 @@ class CheckpointStore:
     def _point_to(self, name: str) -> None:
         new = self._folder / "latest.new"
         new.write_text(name, encoding="utf-8")
-        _flush(new)
+        sync(new)
         new.replace(self._folder / "latest")
-        _flush(self._folder)
+        sync(self._folder)
 
     def _prune(self) -> None:
         """Keep the newest few, and every n-th for good. The one just written is always among them."""
@@ -267,11 +267,3 @@ def _gather(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -37,17 +37,18 @@ def _put_in_place(new: Path, target: Path) -> None:
             except BaseException:
                 old.rename(target)
                 raise
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _flush_to_disk(folder: Path) -> None:
     """A rename may reach the disk before the data does, unless the data was sent there first."""
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Send a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -83,25 +83,29 @@ class TrainingEngine:
 
     def update(self, learning_rate: float | None) -> Update:
         """Clip, step, clear; a gradient that is not finite changes nothing. `None`: the ds_config has a scheduler."""
+        update = self._step(learning_rate)
+        self._skipped_in_a_row = 0 if update.applied else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row == self._max_skipped:
+            raise RunFailed(
+                f"the gradients of {self._max_skipped} steps in a row are not finite; lower the learning rate and "
+                f"start again: the run goes on from its last checkpoint"
+            )
+        return update
+
+    def _step(self, learning_rate: float | None) -> Update:
         groups = self._engine.optimizer.param_groups
         if learning_rate is None:
             learning_rate = float(groups[0]["lr"])
         for group in groups:
             group["lr"] = learning_rate
         if self.zero_stage == 0:
-            norm, applied = self._update_by_hand()
+            norm, applied = self._step_by_hand()
         else:
             self._engine.step()
             norm, applied = float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
-        self._skipped_in_a_row = 0 if applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == self._max_skipped:
-            raise RunFailed(
-                f"the gradients of {self._max_skipped} steps in a row are not finite; lower the learning rate and "
-                f"start again: the run goes on from its last checkpoint"
-            )
         return Update(learning_rate, norm, applied)
 
-    def _update_by_hand(self) -> tuple[float, bool]:
+    def _step_by_hand(self) -> tuple[float, bool]:
         """Without ZeRO, DeepSpeed tells no norm and checks nothing."""
         norm = gradient_norm(self.model, self._topology.tensor)
         if not math.isfinite(norm):
@@ -121,9 +125,8 @@ class TrainingEngine:
         scaler = copy.deepcopy(getattr(self._engine.optimizer, "loss_scaler", None))
         yield
         with _without_warnings():  # of the overflow
-            update = self.update(None)
+            update = self._step(None)
         assert not update.applied
-        self._skipped_in_a_row = 0
         for name, value in before.items():
             setattr(self._engine, name, value)
         if scaler is not None:
@@ -187,10 +190,10 @@ def _without_warnings() -> Iterator[None]:
 
 def gradient_norm(model: nn.Module, axis: Axis) -> float:
     """Over all logical parameters, each counted once."""
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for param in model.parameters():
         if param.grad is not None and (layout_of(param).shard_dim is not None or axis.rank == 0):
-            total += param.grad.double().square().sum().cpu()
+            total += param.grad.double().square().sum()
     return math.sqrt(axis.sum(total).item())
 
 

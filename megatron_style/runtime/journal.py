@@ -36,8 +36,9 @@ class Journal:
         self._say(f"preflight: {stage}: peak memory {peak_bytes / 2**30:.2f} GiB on the first rank")
 
     def stage_opens(self, plan: StepPlan) -> None:
+        """Counted to the stage's first step, so that a run resumed right before it records it once."""
         self._stage_seconds = 0.0
-        self._record("stage", plan.step, index=plan.stage.index, segment_length=plan.stage.segment_length,
+        self._record("stage", plan.step + 1, index=plan.stage.index, segment_length=plan.stage.segment_length,
                      rows=plan.stage.rows, micro_rows=plan.stage.micro_rows, tokens=self._tokens(plan.step),
                      opens=str(plan.stage))  # fmt: skip
         self._say(f"step {plan.step}: {plan.stage}")

@@ -109,7 +109,7 @@ def final_state(run: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def expect_bitwise(run: RunConfig, expected: RunConfig) -> None:
-    for kind in ("train", "valid", "stage"):
+    for kind in ("train", "valid", "stage", "stage_end"):
         assert metrics(run, kind) == metrics(expected, kind)
     mine, theirs = final_state(run), final_state(expected)
     for name, tensors in theirs.items():
@@ -142,6 +142,15 @@ def test_a_stopped_run_equals_one_that_was_not(folder: Path, zero: int, recomput
     on_ranks(parts, 4, halt_after=14)
     on_ranks(parts, 4)
     expect_bitwise(parts, whole)
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_a_run_stopped_at_the_switch_records_everything_once(folder: Path, step: int) -> None:
+    whole, run = make_run(folder, "whole", steps=12), make_run(folder, steps=12)
+    on_ranks(whole, 1)
+    on_ranks(run, 1, halt_after=step)
+    on_ranks(run, 1)
+    expect_bitwise(run, whole)
 
 
 GRIDS = {"TP1DP1": (1, 1), "TP1DP2": (1, 2), "TP2DP1": (2, 1), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
