@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from megatron_style.config.errors import UserError
 from megatron_style.parallel.sharding import Layout
 from megatron_style.runtime.flat import Fragment
 
@@ -26,6 +27,7 @@ class Damaged(Exception):
 @dataclass(frozen=True)
 class Manifest:
     step: int
+    stage: int  # of the step before
     tokens: int  # trained so far, over all ranks
     place: Mapping[str, int | str]  # how far the text has been read
     history: tuple[tuple[int, int], ...]  # (first step, tokens an update) of every grid the run has had
@@ -63,8 +65,8 @@ def read_manifest(folder: Path) -> Manifest:
     if xxhash.xxh3_128(text.encode()).hexdigest() != digest:
         raise Damaged(f"its {FILE} has been changed")
     data = json.loads(text)
-    if data.pop("format") != FORMAT:
-        raise Damaged(f"its {FILE} is of another format; this version reads format {FORMAT}")
+    if (format_version := data.pop("format", None)) != FORMAT:
+        raise UserError(f"{folder}: is of format {format_version}; this version reads format {FORMAT}")
     data["history"] = tuple((step, tokens) for step, tokens in data["history"])
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
     data["fragments"] = {name: tuple(Fragment(*row) for row in rows) for name, rows in data["fragments"].items()}

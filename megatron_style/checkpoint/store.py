@@ -144,6 +144,7 @@ class CheckpointStore:
     ) -> Manifest:
         return Manifest(
             step=progress.step,
+            stage=schedule.plan(progress.step - 1).stage.index,
             tokens=schedule.tokens_before(progress.step),
             place=schedule.place_of(progress.step),
             history=schedule.history,
@@ -202,7 +203,10 @@ class CheckpointStore:
         """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""
         layers = zip(*(cache.layers for cache in caches), strict=True)
         tensors = {f"{i}": torch.cat(rows).contiguous() for i, rows in enumerate(layers)}
-        save_file(tensors, folder / _cache_file(self._topology.data.rank))
+        rows = len(tensors["0"]) if tensors else 0
+        first = self._topology.data.rank * rows
+        metadata = {"global_rows": f"{first}..{first + rows}"}
+        save_file(tensors, folder / _cache_file(self._topology.data.rank), metadata=metadata)
 
     def _read_caches(
         self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule

@@ -17,6 +17,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import xxhash
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megatron_style.checkpoint.logical import LogicalReader
@@ -268,6 +270,24 @@ def test_a_checkpoint_of_something_else_is_refused(folder: Path, change: dict[st
         write_corpus(folder, tokens=1300)  # the text has changed under the run
     with pytest.raises(Exception, match=told):
         on_ranks(make_run(folder, steps=12, **change), 1)
+
+
+def test_a_checkpoint_of_another_format_is_refused(folder: Path) -> None:
+    run = make_run(folder, steps=12)
+    on_ranks(run, 1, halt_after=3)
+    path = run.output.path / "checkpoints" / "global_step3" / "manifest.json"
+    text = path.read_text().split("\n")[0].replace('"format": 1', '"format": 2')
+    path.write_text(f"{text}\n{xxhash.xxh3_128(text.encode()).hexdigest()}\n")
+    with pytest.raises(Exception, match="global_step3: is of format 2; this version reads format 1"):
+        on_ranks(run, 1)
+
+
+def test_caches_say_which_rows_they_are(folder: Path) -> None:
+    run = make_run(folder, data=2, steps=6)
+    on_ranks(run, 2)
+    newest = run.output.path / "checkpoints" / "global_step6"
+    told = [safe_open(path, framework="pt").metadata() for path in sorted(newest.glob("caches*"))]
+    assert told == [{"global_rows": "0..4"}, {"global_rows": "4..8"}]  # 192 tokens in rows of 24
 
 
 def test_old_checkpoints_are_removed_and_some_are_kept_for_good(folder: Path) -> None:
