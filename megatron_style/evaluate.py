@@ -9,6 +9,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -66,9 +67,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="a model folder, a run, or one of its checkpoints")
     parser.add_argument("--data", type=Path, required=True, metavar="PREFIX", help="a token store: PREFIX.bin + .idx")
-    parser.add_argument("--mode", choices=["nonoverlapping", "cached"], required=True)
+    parser.add_argument("--mode", choices=get_args(Mode), required=True)
     parser.add_argument("--segment-length", type=int, metavar="L", help="default: the length last trained with")
-    parser.add_argument("--cache-length", type=int, metavar="C", help="cached mode; default: the one last trained with")
+    parser.add_argument("--stride", type=int, metavar="S", help="sliding mode: how many tokens of a window count")
+    parser.add_argument(
+        "--cache-length", type=int, metavar="C", help="of the modes that walk; default: as last trained"
+    )
     parser.add_argument("--batch-rows", type=int, metavar="N", help="segments at once; cached mode walks one by one")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--nll", type=Path, metavar="OUT.npz", help="write `tokens` and `nll` (nats) in stream order")
@@ -78,22 +82,34 @@ def parse_args() -> argparse.Namespace:
 
 def make_protocol(args: argparse.Namespace, config: ModelFolderConfig) -> Protocol:
     mode: Mode = args.mode
-    for flag in ("segment_length", "cache_length", "batch_rows"):
+    for flag in ("segment_length", "cache_length", "batch_rows", "stride"):
         if getattr(args, flag) is not None and getattr(args, flag) < 1:
             raise UserError(f"--{flag.replace('_', '-')} is {getattr(args, flag)}; it must be at least 1")
     length = args.segment_length or config.segment_length
-    if mode == "nonoverlapping":
+    if args.stride and mode != "sliding":
+        raise UserError(f"--stride {args.stride} needs --mode sliding, not {mode}")
+    if mode in ("nonoverlapping", "sliding"):
         if args.cache_length:
-            raise UserError(f"--cache-length {args.cache_length} needs --mode cached, not nonoverlapping")
-        return Protocol(mode, length, cache_length=0, batch_rows=args.batch_rows or max(1, 4096 // length))
+            raise UserError(f"--cache-length {args.cache_length} needs --mode cached, not {mode}")
+        if mode == "sliding" and not args.stride:
+            raise UserError("--mode sliding needs --stride S: how many tokens of each window count")
+        if args.stride and args.stride > length:
+            raise UserError(f"--stride {args.stride} must not be above the segment length of {length}")
+        return Protocol(mode, length, batch_rows=args.batch_rows or max(1, 4096 // length), stride=args.stride)
+    _check_walk(args, config)
+    return Protocol(mode, length, cache_length=args.cache_length or config.cache_length or length)
+
+
+def _check_walk(args: argparse.Namespace, config: ModelFolderConfig) -> None:
     if config.model.positions == "added" and not config.model.cache:
         raise UserError(
-            f"{args.model}: was trained with added positions and no cache, and --mode cached would ruin it "
+            f"{args.model}: was trained with added positions and no cache, and --mode {args.mode} would ruin it "
             f"(the paper measured a perplexity of 41.59 that way); use --mode nonoverlapping"
         )
+    if config.model.positions == "added" and args.mode == "token-by-token":
+        raise UserError(f"{args.model}: has added positions, so a cached token cannot be read again; use --mode cached")
     if args.batch_rows not in (None, 1):
-        raise UserError(f"--batch-rows {args.batch_rows}: cached mode walks the text in one row; leave it out")
-    return Protocol(mode, length, cache_length=args.cache_length or config.cache_length or length)
+        raise UserError(f"--batch-rows {args.batch_rows}: {args.mode} mode walks the text in one row; leave it out")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_style.inference.decoder import Decoder
 from megatron_style.model.shortformer import Shortformer
 
 
@@ -48,13 +49,29 @@ def generate(
 ) -> Iterator[int]:
     """Endless; the caller stops. The prompt is read as if a line had ended before it."""
     generator = torch.Generator().manual_seed(seed)
-    cache = model.empty_cache(1, cache_length)
-    segment = [eos, *prompt]
-    while True:
-        while len(segment) > segment_length:
-            _, cache = model.features(torch.tensor([segment[:segment_length]]), cache)
-            segment = segment[segment_length:]
-        features, _ = model.features(torch.tensor([segment]), cache)
-        token = sampler.choose(model.vocabulary.log_probs(features[:, -1])[0], generator)
+    follow = _decode if model.config.positions == "infused" else _encode_again
+    for features in follow(model, text := [eos, *prompt], segment_length, cache_length):
+        token = sampler.choose(model.vocabulary.log_probs(features)[0], generator)
         yield token
-        segment.append(token)
+        text.append(token)
+
+
+def _decode(model: Shortformer, text: list[int], segment_length: int, cache_length: int) -> Iterator[Tensor]:
+    """The features of the last token [1, D], each time it is asked for; the caller appends to the text in between."""
+    decoder, read = Decoder(model, rows=1, segment_length=segment_length, cache_length=cache_length), 0
+    while True:
+        while read < len(text):
+            ids = text[read : read + (decoder.room or segment_length)]
+            features = decoder.feed(torch.tensor([ids]))
+            read += len(ids)
+        yield features[:, -1]
+
+
+def _encode_again(model: Shortformer, text: list[int], segment_length: int, cache_length: int) -> Iterator[Tensor]:
+    """Added positions cannot be taken back, so each token encodes its segment anew."""
+    cache, begin = model.empty_cache(1, cache_length), 0
+    while True:
+        while len(text) - begin > segment_length:
+            _, cache = model.features(torch.tensor([text[begin : begin + segment_length]]), cache)
+            begin += segment_length
+        yield model.features(torch.tensor([text[begin:]]), cache)[0][:, -1]

@@ -38,7 +38,7 @@ class Attention(nn.Module):
             self._heads(self.query(q_in)),
             self._heads(self.key(k_in)),
             self._heads(self.value(seen_BSD)),
-            attn_mask=None if S == T else _causal(T, S, x_BTD.device),
+            attn_mask=None if S == T else causal_mask(T, S, x_BTD.device),
             is_causal=S == T,  # aligned to the top left, so it is wrong as soon as there is a cache
             dropout_p=self.dropout if noise is not None else 0.0,
         )
@@ -49,6 +49,6 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
 
 
-def _causal(T: int, S: int, device: torch.device) -> Tensor:
+def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
     """All cached tokens are visible; inside the segment each token sees itself and those before it."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)

@@ -147,12 +147,11 @@ def test_a_stopped_run_equals_one_that_was_not(folder: Path, zero: int, recomput
 
 
 @pytest.mark.parametrize("step", [6, 7])
-def test_a_run_stopped_at_the_switch_records_everything_once(folder: Path, step: int) -> None:
-    whole, run = make_run(folder, "whole", steps=12), make_run(folder, steps=12)
-    on_ranks(whole, 1)
+def test_a_run_stopped_at_the_switch_records_everything_once(folder: Path, whole_12: RunConfig, step: int) -> None:
+    run = make_run(folder, steps=12)
     on_ranks(run, 1, halt_after=step)
     on_ranks(run, 1)
-    expect_bitwise(run, whole)
+    expect_bitwise(run, whole_12)
 
 
 GRIDS = {"TP1DP1": (1, 1), "TP1DP2": (1, 2), "TP2DP1": (2, 1), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
@@ -229,19 +228,28 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content)
 
 
+@pytest.fixture(scope="module")
+def whole_12(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """An undisturbed run of 12 steps on one rank."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_corpus(folder)
+    run = make_run(folder, steps=12)
+    on_ranks(run, 1)
+    return run
+
+
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
 @pytest.mark.parametrize("file", ["manifest.json", "*optim_states.pt", "*model_states.pt", "caches*"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(
-    folder: Path, how: str, file: str, capfd: pytest.CaptureFixture[str]
+    folder: Path, whole_12: RunConfig, how: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole, run = make_run(folder, "whole", steps=12), make_run(folder, steps=12)
-    on_ranks(whole, 1)
+    run = make_run(folder, steps=12)
     on_ranks(run, 1, halt_after=11)
     newest = run.output.path / "checkpoints" / "global_step11"
     damage(next(newest.glob(file)), how)
     on_ranks(run, 1)
     assert "global_step11 is passed over" in capfd.readouterr().err
-    expect_bitwise(run, whole)
+    expect_bitwise(run, whole_12)
 
 
 def test_when_no_checkpoint_is_whole_nothing_is_overwritten(folder: Path) -> None:
@@ -306,14 +314,13 @@ def in_little_space(run: RunConfig) -> None:
         train(run)
 
 
-def test_a_full_disk_stops_the_run_and_leaves_what_was_there(folder: Path) -> None:
-    whole, run = make_run(folder, "whole", steps=12), make_run(folder, steps=12)
-    on_ranks(whole, 1)
+def test_a_full_disk_stops_the_run_and_leaves_what_was_there(folder: Path, whole_12: RunConfig) -> None:
+    run = make_run(folder, steps=12)
     on_ranks(run, 1, halt_after=4)
     run_ranks(1, in_little_space, run)
     assert (run.output.path / "checkpoints" / "latest").read_text() == "global_step4"
     on_ranks(run, 1)
-    expect_bitwise(run, whole)
+    expect_bitwise(run, whole_12)
 
 
 def killable(run: RunConfig, world: int, pids: Path) -> None:

@@ -29,6 +29,10 @@ CASES = [
     ("c_final", "c_nocache", 0, 1e-9),
     ("d_final", "d_cached", 32, 1e-5),
 ]
+WALKS = [("b_final", "b_tokbytok"), ("c_final", "c_tokbytok")]
+STRIDES = [("a_sw8", 8), ("a_sw1", 1)]
+# A score depends on what came before only, so the beginning of the text can stand for the whole of it.
+PREFIXES = [4000, pytest.param(21_756, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize(("checkpoint", "record", "cache_length", "tolerance"), CASES, ids=[case[1] for case in CASES])
@@ -45,6 +49,25 @@ def test_every_token_is_scored_as_by_the_reference(
     result = score(reference_model(checkpoint), recorded_tokens("valid"), protocol, eos=2)
     nll = expected["nll_f64"] if "nll_f64" in expected else expected["nll_f32"]
     assert np.abs(result.nll - nll).max() < tolerance
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(("record", "stride"), STRIDES)
+def test_sliding_windows_score_as_the_references(record: str, stride: int, prefix: int) -> None:
+    expected = np.load(ORACLE / "nll" / f"{record}.npz")["nll_f64"][:prefix]
+    protocol = Protocol("sliding", segment_length=32, batch_rows=64, stride=stride)
+    result = score(reference_model("a_final"), recorded_tokens("valid")[:prefix], protocol, eos=2)
+    assert np.abs(result.nll - expected).max() < 1e-9
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(("checkpoint", "record"), WALKS)
+def test_token_by_token_scores_as_the_references_and_as_cached(checkpoint: str, record: str, prefix: int) -> None:
+    expected = np.load(ORACLE / "nll" / f"{record}.npz")["nll_f64"][:prefix]
+    model, tokens = reference_model(checkpoint), recorded_tokens("valid")[:prefix]
+    walked, cached = (score(model, tokens, Protocol(mode, 32, 32), eos=2).nll for mode in ("token-by-token", "cached"))
+    assert np.abs(walked - expected).max() < 1e-9
+    assert np.abs(walked - cached).max() < 1e-12
 
 
 def test_sinusoids_are_the_references_bit_for_bit() -> None:
