@@ -217,6 +217,12 @@ BAD_FLAGS = {
     "no segment": (["--mode", "cached", "--segment-length", "0"], "--segment-length is 0; it must be at least 1"),
     "no cache": (["--mode", "cached", "--cache-length", "0"], "--cache-length is 0; it must be at least 1"),
     "no rows": (["--mode", "nonoverlapping", "--batch-rows", "-1"], "--batch-rows is -1; it must be at least 1"),
+    "a stride nobody takes": (["--mode", "cached", "--stride", "4"], "--stride 4 needs --mode sliding, not cached"),
+    "no stride": (["--mode", "sliding"], "--mode sliding needs --stride S"),
+    "a stride above the segment": (
+        ["--mode", "sliding", "--stride", "99"],
+        "--stride 99 must not be above the segment",
+    ),
     "a cache nobody reads": (["--mode", "nonoverlapping", "--cache-length", "4"], "--cache-length 4 needs --mode cach"),
     "rows of one walk": (
         ["--mode", "cached", "--batch-rows", "2"],
