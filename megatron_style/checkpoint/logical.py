@@ -20,11 +20,12 @@ class _Opaque:
     def __init__(self, *_: object) -> None: ...
 
 
-_DEEPSPEED_CLASSES = (
+_NOT_NEEDED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
+    "builtins.getattr",  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration; here it reads nothing
 )
 _OPEN_FILES = 8  # mapped, not loaded: a parameter's stretches lie in neighbouring files
 
@@ -104,6 +105,6 @@ def tensor_rank_of(file: str) -> int:
 
 def _load(path: Path) -> dict[str, Any]:
     """Nothing in the file is executed: tensors and plain values only."""
-    with torch.serialization.safe_globals([(_Opaque, name) for name in _DEEPSPEED_CLASSES]):
+    with torch.serialization.safe_globals([(_Opaque, name) for name in _NOT_NEEDED]):
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return state
