@@ -87,6 +87,11 @@ class CheckpointStore:
             )
         if manifest.grid == grid_of(engine, self._topology):
             engine.load(folder.parent, folder.name)
+        elif "scheduler" in manifest.ds_config:
+            raise UserError(
+                f"{folder}: is of another grid, and its learning rate is the ds_config's scheduler, whose state cannot "
+                f"move; resume on {manifest.grid}, or use optimizer.learning_rate of the run file"
+            )
         else:
             reader = LogicalReader(folder, manifest)
             engine.load_logical(reader.read, reader.loss_scaler())

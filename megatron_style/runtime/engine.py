@@ -184,8 +184,10 @@ def _without_warnings() -> Iterator[None]:
     logger = deepspeed.utils.logger
     level = logger.level
     logger.setLevel("ERROR")
-    yield
-    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def gradient_norm(model: nn.Module, axis: Axis) -> float:

