@@ -18,6 +18,8 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.sharding import layout_of, shard_of
+from megatron_style.parallel.topology import Axis
 from megatron_style.schedule.stages import resolve_stage
 
 
@@ -29,10 +31,12 @@ class ModelSource:
     tokenizer: Callable[[], Tokenizer | None]
 
     @torch.no_grad()
-    def load(self, dtype: torch.dtype = torch.float32) -> Shortformer:
-        model = Shortformer(self.config.model, self.config.vocab_size).to(dtype)
+    def load(self, dtype: torch.dtype = torch.float32, axis: Axis | None = None) -> Shortformer:
+        """The model, or this rank's shard of it."""
+        axis = axis or Axis()
+        model = Shortformer(self.config.model, self.config.vocab_size, axis).to(dtype)
         for name, param in model.named_parameters():
-            param.copy_(self.weight(name))
+            param.copy_(shard_of(self.weight(name), layout_of(param), axis))
         return model
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_style.config.errors import RunFailed, Stopped, UserError
@@ -69,5 +69,20 @@ def show(result: Mapping[str, object], *, as_json: bool) -> None:
         return
     width = max(len(key) for key in result)
     for key, value in result.items():
-        text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else value
-        print(f"{key.replace('_', ' '):<{width}}  {text}")  # noqa: T201
+        print(f"{key.replace('_', ' '):<{width}}  {_text(value)}")  # noqa: T201
+
+
+def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table for people on standard output: names to the left, numbers to the right."""
+    lines = [tuple(header), *(tuple(map(_text, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print()  # noqa: T201
+    for first, *others in lines:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([f"{first:<{widths[0]}}", *cells]))  # noqa: T201
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)

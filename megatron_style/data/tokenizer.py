@@ -53,6 +53,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; </s> becomes a newline."""
 
+    def count_words(self, ids: Iterable[int]) -> int:
+        """Words between spaces, and line ends: what a perplexity per word divides by, whatever the tokens are."""
+        text = self.decode(ids)
+        return len(text.split()) + text.count("\n")
+
     def save(self, folder: Path) -> None:
         """Write the one file that `load_tokenizer` reads back."""
 

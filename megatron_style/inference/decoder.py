@@ -4,11 +4,12 @@ With positions infused, a key is W(x + p) + b = W x + (W p + b): a token's own p
 and values are kept in buffers, and the parts of all places are computed once. So a new token costs one row through the
 model, and when a segment becomes the cache of the next, its keys are given their new places by an addition.
 
-Shape letters: B rows, T new tokens, S places, D hidden, H heads, E head size.
+Shape letters: B rows, T new tokens, N = B x T, S places, D hidden, H local heads, E head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,83 +17,161 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_style.model.attention import Attention, causal_mask
+from megatron_style.model.attention import causal_mask
 from megatron_style.model.block import Block
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.collectives import reduce_from_shards
+from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """The buffers of one layer, and what its places add to queries and keys."""
+class _Run:
+    """Where the new tokens of some rows go, and which places they see."""
 
-    own_keys_BHSE: Tensor  # without places
-    keys_BHSE: Tensor
-    values_BHSE: Tensor
-    query_places_HSE: Tensor
-    key_places_HSE: Tensor
+    rows: slice | Tensor
+    places: slice | Tensor
+    seen: tuple[slice, slice]  # these rows, as far as the longest is filled
+    mask: Tensor | None
 
 
 class Decoder:
-    """Walks as in training: a segment grows to its length, then its last tokens become the cache of the next."""
+    """Each row walks by itself, as in training: a segment grows to its length, then its last tokens become the cache
+    of the next. Rows that are filled alike cost no mask."""
 
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
         assert model.config.positions == "infused", "places must enter queries and keys only"
         self._model, self._segment_length, self._cache_length = model, segment_length, cache_length
-        self._blocks = [cast(Block, block) for block in model.blocks]
-        self._cached = 0  # places that belong to the segment before
-        self._filled = 0  # places in use
-        self._layers = [self._buffers(block.attention, rows) for block in self._blocks]
-
-    @property
-    def room(self) -> int:
-        """How many tokens the segment still takes."""
-        return self._segment_length - (self._filled - self._cached)
+        self._device = model.positions.table.device
+        self._cached = [0] * rows  # places that belong to the segment before
+        self._filled = [0] * rows  # places in use
+        self._shared = 0  # the first places, known to hold the same in all rows
+        pos_SD = model.positions(segment_length + cache_length)
+        self._layers = [_Layer(cast(Block, block), rows, pos_SD) for block in model.blocks]
 
     @torch.no_grad()
-    def feed(self, ids_BT: Tensor) -> Tensor:
-        """The features of these tokens [B, T, D]; they follow those fed before. At most `room`, unless it is zero."""
-        if self.room == 0:
-            self._turn_over()
-        assert ids_BT.shape[1] <= self.room
-        x: Tensor = self._model.vocabulary.embed(ids_BT) * self._model.config.hidden_size**0.5
-        for block, layer in zip(self._blocks, self._layers, strict=True):
-            x = x + self._attend(block.attention, layer, block.attention_norm(x))
-            x = x + block.down(F.relu(block.up(block.ffn_norm(x))))
-        self._filled += ids_BT.shape[1]
-        return x
+    def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Tensor:
+        """One row reads a text of any length. The features of its last token [D]."""
+        ids_T = torch.as_tensor(ids, device=self._device)
+        assert len(ids_T), "there is no last token"
+        while len(ids_T):
+            room = self._make_room(row)
+            features_BTD = self._features(ids_T[None, :room], slice(row, row + 1))
+            ids_T = ids_T[room:]
+        return features_BTD[0, -1]
 
-    def _attend(self, attention: Attention, layer: _Layer, x_BTD: Tensor) -> Tensor:
-        first, last = self._filled, self._filled + x_BTD.shape[1]
-        place = slice(first, last)
-        layer.own_keys_BHSE[:, :, place] = _heads(attention, F.linear(x_BTD, attention.key.weight))
-        layer.keys_BHSE[:, :, place] = layer.own_keys_BHSE[:, :, place] + layer.key_places_HSE[:, place]
-        layer.values_BHSE[:, :, place] = _heads(attention, attention.value(x_BTD))
-        query = _heads(attention, F.linear(x_BTD, attention.query.weight)) + layer.query_places_HSE[:, place]
-        causal = None if last - first == 1 else causal_mask(last - first, last, x_BTD.device)
-        mixed = F.scaled_dot_product_attention(
-            query, layer.keys_BHSE[:, :, :last], layer.values_BHSE[:, :, :last], attn_mask=causal
-        )
-        out: Tensor = attention.out(mixed.transpose(1, 2).flatten(2))
-        return out
+    @torch.no_grad()
+    def step(self, ids_B: Tensor) -> Tensor:
+        """One more token for every row. Their features [B, D]."""
+        for row in range(len(self._filled)):
+            self._make_room(row)
+        return self._features(ids_B[:, None], slice(0, len(self._filled)))[:, 0]
 
-    def _turn_over(self) -> None:
-        """Once a segment, not once a token: the last tokens move to the front and get the places there."""
-        kept = min(self._cache_length, self._filled)
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i continues what row `rows[i]` was. Only what the rows do not share is copied."""
+        assert len(rows) == len(self._filled)
+        moved = [row for row, source in enumerate(rows) if row != source]
+        if not moved:
+            return
+        sources = [rows[row] for row in moved]
+        places = slice(self._shared, max(self._filled[source] for source in sources))
         for layer in self._layers:
-            for buffer in (layer.own_keys_BHSE, layer.values_BHSE):
-                buffer[:, :, :kept] = buffer[:, :, self._filled - kept : self._filled].clone()
-            layer.keys_BHSE[:, :, :kept] = layer.own_keys_BHSE[:, :, :kept] + layer.key_places_HSE[:, :kept]
-        self._cached = self._filled = kept
+            for buffer in layer.buffers:
+                buffer[moved, places] = buffer[sources, places]
+        self._filled = [self._filled[source] for source in rows]
+        self._cached = [self._cached[source] for source in rows]
+        if len(set(rows)) == 1:
+            self._shared = self._filled[0]
+
+    def _make_room(self, row: int) -> int:
+        """How many tokens the row's segment still takes; a full one becomes the cache of the next."""
+        filled = self._filled[row]
+        if filled - self._cached[row] == self._segment_length:
+            kept = min(self._cache_length, filled)
+            for layer in self._layers:
+                layer.move_to_front(row, slice(filled - kept, filled))
+            self._cached[row] = self._filled[row] = kept
+            self._shared = 0
+        return self._segment_length - (self._filled[row] - self._cached[row])
+
+    def _features(self, ids_BT: Tensor, rows: slice) -> Tensor:
+        """[B, T, D]. Rows that are not filled alike take one token each."""
+        run = self._run(rows, ids_BT.shape[1])
+        x_BTD: Tensor = self._model.vocabulary.embed(ids_BT) * self._model.config.hidden_size**0.5
+        for layer in self._layers:
+            x_BTD = layer(x_BTD, run)
+        self._filled[rows] = [filled + ids_BT.shape[1] for filled in self._filled[rows]]
+        return x_BTD
+
+    def _run(self, rows: slice, T: int) -> _Run:
+        filled = self._filled[rows]
+        end = max(filled) + T
+        seen = (rows, slice(0, end))
+        if len(set(filled)) == 1:
+            return _Run(rows, slice(end - T, end), seen, causal_mask(T, end, self._device) if T > 1 else None)
+        assert T == 1
+        rows_B1 = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
+        places_B1 = torch.tensor(filled, device=self._device)[:, None]
+        visible_B11S = (torch.arange(end, device=self._device) <= places_B1)[:, None, None]
+        return _Run(rows_B1, places_B1, seen, visible_B11S)
+
+
+class _Layer:
+    """A block, what it has seen, and what a place adds to queries and keys."""
 
     @torch.no_grad()
-    def _buffers(self, attention: Attention, rows: int) -> _Layer:
-        places = self._segment_length + self._cache_length
-        weight = attention.key.weight
-        pos_SD = self._model.positions(places).to(weight.dtype)
-        query, key = (_heads(attention, layer(pos_SD[None]))[0] for layer in (attention.query, attention.key))
-        own, keys, values = (weight.new_empty(rows, *key.shape) for _ in range(3))
-        return _Layer(own, keys, values, query, key)
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
+        self._block, self._attention = block, block.attention
+        pos_SD = pos_SD.to(block.up.weight.dtype)
+        self._query_places_SHE = self._heads(block.attention.query(pos_SD))
+        self._key_places_SHE = self._heads(block.attention.key(pos_SD))
+        S, H, E = self._key_places_SHE.shape
+        # In memory each head's places lie together: that is how attention reads them.
+        self.buffers = [pos_SD.new_zeros(rows, H, S, E).transpose(1, 2) for _ in range(3)]
+        self._own_keys_BSHE, self._keys_BSHE, self._values_BSHE = self.buffers
+
+    def __call__(self, x_BTD: Tensor, run: _Run) -> Tensor:
+        x_BTD = x_BTD + self._attend(self._block.attention_norm(x_BTD), run)
+        inner = F.relu(_column(self._block.up, self._block.ffn_norm(x_BTD)))
+        return x_BTD + _row(self._block.down, inner)
+
+    def _attend(self, x_BTD: Tensor, run: _Run) -> Tensor:
+        attention, new = self._attention, (run.rows, run.places)
+        own_keys = self._heads(_product(x_BTD, attention.key.weight))
+        self._own_keys_BSHE[new] = own_keys
+        self._keys_BSHE[new] = own_keys + self._key_places_SHE[run.places]
+        self._values_BSHE[new] = self._heads(_column(attention.value, x_BTD))
+        query = self._heads(_product(x_BTD, attention.query.weight)) + self._query_places_SHE[run.places]
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            self._keys_BSHE[run.seen].transpose(1, 2),
+            self._values_BSHE[run.seen].transpose(1, 2),
+            attn_mask=run.mask,
+        )
+        return _row(attention.out, mixed.transpose(1, 2).flatten(2))
+
+    def move_to_front(self, row: int, kept: slice) -> None:
+        """Once a segment, not once a token: the last tokens get the first places."""
+        own_keys, keys, values = (buffer[row] for buffer in self.buffers)
+        first = slice(0, kept.stop - kept.start)
+        own_keys[first], values[first] = own_keys[kept].clone(), values[kept].clone()
+        keys[first] = own_keys[first] + self._key_places_SHE[first]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self._attention.head_size)
 
 
-def _heads(attention: Attention, x_BTD: Tensor) -> Tensor:
-    return x_BTD.view(*x_BTD.shape[:2], -1, attention.head_size).transpose(1, 2)
+def _column(layer: ColumnParallelLinear, x_BTD: Tensor) -> Tensor:
+    return _product(x_BTD, layer.weight) + layer.bias
+
+
+def _row(layer: RowParallelLinear, x_BTD: Tensor) -> Tensor:
+    return reduce_from_shards(_product(x_BTD, layer.weight), layer.axis) + layer.bias
+
+
+def _product(x_BTD: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, half of the outputs at a time. On a CPU the product of a matrix and a vector reads the weights at a third
+    of the memory's speed, a batch of two at all of it; for many tokens the two are equally fast."""
+    parts = 2 if len(weight) % 2 == 0 else 1
+    x_DN = x_BTD.flatten(0, 1).T
+    out = torch.bmm(weight.view(parts, -1, len(x_DN)), x_DN.expand(parts, -1, -1))
+    return out.flatten(0, 1).T.contiguous().view(*x_BTD.shape[:2], -1)

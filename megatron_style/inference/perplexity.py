@@ -2,15 +2,20 @@
 
 `nonoverlapping`: segments that know nothing of each other, many at once. `sliding`: windows that overlap, of which only
 the last `stride` tokens count. `cached`: one walk through the text, each segment attending to the one before.
-`token-by-token`: the same walk as when text is generated; it gives what `cached` gives.
+`token-by-token`: the same walk as when text is generated; it gives what `cached` gives. A walk can be cut into lanes,
+each warmed by the text before it.
+
+The work is cut into units (batches of windows, lanes) by the protocol alone and dealt out to the ranks whole: any
+number of ranks computes the same numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby, islice, pairwise
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +24,12 @@ from torch import Tensor
 
 from megatron_style.inference.decoder import Decoder
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.topology import Axis
 
 Mode = Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
 Tokens = NDArray[np.integer]
 Progress = Callable[[int], object]
+_Unit = TypeVar("_Unit")
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,21 @@ class Protocol:
     cache_length: int = 0  # of the two modes that walk
     batch_rows: int = 1  # of the two that do not
     stride: int | None = None  # sliding; nonoverlapping is a stride of the whole segment
+    lanes: int = 1  # of the two that walk; one is exact, each further one begins with less than all text before it
 
-    @property
-    def contexts(self) -> tuple[int, int]:
-        """Fewest and most tokens a prediction sees, behind the first segment of the text."""
+    def contexts(self, tokens: int) -> tuple[int, int]:
+        """Fewest and most tokens that a prediction sees, behind the first segment of the text where it is longer."""
+        if tokens <= self.segment_length:
+            return 1, tokens
         if self.mode in ("cached", "token-by-token"):
-            return self.cache_length + 1, self.cache_length + self.segment_length
+            return self.cache_length + 1, min(tokens, self.cache_length + self.segment_length)
         return self.segment_length - (self.stride or self.segment_length) + 1, self.segment_length
+
+    def places(self, tokens: int) -> NDArray[np.int64]:
+        """Where in its segment (or window) each token of the stream is scored, from 0."""
+        L, stride = self.segment_length, self.stride or self.segment_length
+        index = np.arange(tokens)
+        return np.where(index < L, index, L - stride + (index - L) % stride)
 
 
 @dataclass(frozen=True)
@@ -51,64 +66,115 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700))
+        return perplexity(self.loss)
+
+    def by_place(self, protocol: Protocol) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """How many tokens were scored at each place of a segment, and their mean loss (nan where none was)."""
+        places = protocol.places(len(self.nll))
+        counts, sums = np.bincount(places), np.bincount(places, self.nll)
+        return counts, np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700))
+
+
+class _Text(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+
+
+_Scored = Iterator[tuple[int, Tensor]]  # the place of the first target in the stream, and losses from there
 
 
 @torch.no_grad()
 def score(
-    model: Shortformer, tokens: Tokens, protocol: Protocol, *, eos: int, progress: Progress = lambda _: None
+    model: Shortformer,
+    tokens: Tokens,
+    protocol: Protocol,
+    *,
+    eos: int,
+    axis: Axis = Axis(),  # noqa: B008  frozen
+    progress: Progress = lambda _: None,
 ) -> Score:
-    """The caches are local variables: scoring between two training steps changes nothing of the training."""
+    """The caches are local variables: scoring between two training steps changes nothing of the training.
+
+    `axis` is what the units are dealt out over; each of its ranks gets the whole score."""
     stream = torch.from_numpy(np.concatenate([[eos], tokens]).astype(np.int64)).to(model.positions.table.device)
-    inputs, targets = stream[:-1], stream[1:]  # the text begins as if a line had just ended
-    match protocol.mode:
-        case "cached":
-            parts = _cached(model, inputs, targets, protocol)
-        case "token-by-token":
-            parts = _token_by_token(model, inputs, targets, protocol)
-        case _:
-            parts = _windows(model, inputs, targets, protocol)
-    nll, done = np.empty(len(tokens)), 0
-    for part in parts:
-        nll[done : done + len(part)] = part.double().cpu().numpy()
-        done += len(part)
+    text = _Text(stream[:-1], stream[1:])  # the text begins as if a line had just ended
+    nll = torch.zeros(len(tokens), dtype=torch.float64, device=stream.device)
+    times = torch.zeros(len(tokens), dtype=torch.int8, device=stream.device)
+    follow = {"cached": _cached, "token-by-token": _token_by_token}.get(protocol.mode, _windows)
+    for first, part in follow(model, text, protocol, axis):
+        nll[first : first + len(part)] = part
+        times[first : first + len(part)] += 1
         progress(len(part))
-    assert done == len(tokens)
-    return Score(nll)
+    assert bool((axis.sum(times) == 1).all()), "a token was scored twice, or never"
+    return Score(axis.sum(nll).cpu().numpy())
 
 
-def _windows(model: Shortformer, inputs: Tensor, targets: Tensor, protocol: Protocol) -> Iterator[Tensor]:
+class _Window(NamedTuple):
+    begin: int
+    counted: int  # from here to the end its tokens count
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.begin, self.end - self.counted
+
+
+def _windows(model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
+    cut = _cut_windows(len(text.targets), protocol.segment_length, protocol.stride or protocol.segment_length)
+    same = (list(alike) for _, alike in groupby(cut, key=lambda window: window.shape))
+    batches = (alike[i : i + protocol.batch_rows] for alike in same for i in range(0, len(alike), protocol.batch_rows))
+    for batch in _share(batches, axis):
+        inputs = torch.stack([text.inputs[window.begin : window.end] for window in batch])
+        targets = torch.stack([text.targets[window.counted : window.end] for window in batch])
+        nll, _ = model(inputs, targets, model.empty_cache(len(batch), 0))
+        for window, row in zip(batch, nll, strict=True):
+            yield window.counted, row
+
+
+def _cut_windows(total: int, L: int, stride: int) -> Iterator[_Window]:
     """The first window counts whole, the others only their last `stride` tokens; the last may be short."""
-    L, stride, total = protocol.segment_length, protocol.stride or protocol.segment_length, len(targets)
-    first = min(L, total)
-    yield _forward(model, inputs[None, :first], targets[None, :first])[0]
-    for batch in _batched(range(first + stride, total + 1, stride), protocol.batch_rows):
-        rows = torch.tensor([[end - L] for end in batch], device=inputs.device) + torch.arange(L, device=inputs.device)
-        yield _forward(model, inputs[rows], targets[rows])[:, L - stride :].flatten()
-    left = max(0, total - first) % stride
-    if left:
-        begin = total - left - (L - stride)
-        yield _forward(model, inputs[None, begin:], targets[None, begin:])[0, L - stride :]
+    yield _Window(0, 0, min(L, total))
+    for counted in range(L, total, stride):
+        yield _Window(counted - (L - stride), counted, min(counted + stride, total))
 
 
-def _batched(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (items[first : first + size] for first in range(0, len(items), size))
+def _cached(model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
+    for lane in _share(_cut_lanes(len(text.targets), protocol), axis):
+        cache = model.empty_cache(1, protocol.cache_length)
+        for begin in range(_warm_from(lane, protocol), lane.stop, protocol.segment_length):
+            segment = slice(begin, min(begin + protocol.segment_length, lane.stop))
+            nll, cache = model(text.inputs[None, segment], text.targets[None, segment], cache)
+            if begin in lane:
+                yield begin, nll[0]
 
 
-def _forward(model: Shortformer, inputs: Tensor, targets: Tensor) -> Tensor:
-    nll: Tensor = model(inputs, targets, model.empty_cache(len(inputs), 0))[0]
-    return nll
+def _token_by_token(model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
+    for lane in _share(_cut_lanes(len(text.targets), protocol), axis):
+        decoder = Decoder(model, rows=1, segment_length=protocol.segment_length, cache_length=protocol.cache_length)
+        if warm := text.inputs[_warm_from(lane, protocol) : lane.start].tolist():
+            decoder.read(warm)
+        for place in lane:
+            features = decoder.step(text.inputs[place : place + 1])
+            yield place, model.vocabulary.nll(features, text.targets[place : place + 1], None)
 
 
-def _cached(model: Shortformer, inputs: Tensor, targets: Tensor, protocol: Protocol) -> Iterator[Tensor]:
-    cache = model.empty_cache(1, protocol.cache_length)
-    for ids, wanted in zip(inputs.split(protocol.segment_length), targets.split(protocol.segment_length), strict=True):
-        nll, cache = model(ids[None], wanted[None], cache)
-        yield nll[0]
+def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
+    """Contiguous, of whole segments, as equal as can be."""
+    L = protocol.segment_length
+    segments = -(-total // L)
+    edges = [segments * lane // protocol.lanes * L for lane in range(protocol.lanes)] + [total]
+    return [range(*edge) for edge in pairwise(edges)]
 
 
-def _token_by_token(model: Shortformer, inputs: Tensor, targets: Tensor, protocol: Protocol) -> Iterator[Tensor]:
-    decoder = Decoder(model, rows=1, segment_length=protocol.segment_length, cache_length=protocol.cache_length)
-    for token, wanted in zip(inputs, targets, strict=True):
-        features = decoder.feed(token.view(1, 1))
-        yield model.vocabulary.nll(features[0], wanted.view(1), None)
+def _warm_from(lane: range, protocol: Protocol) -> int:
+    """As many segments back as fill the cache."""
+    behind = -(-protocol.cache_length // protocol.segment_length)
+    return max(0, lane.start - behind * protocol.segment_length)
+
+
+def _share(units: Iterable[_Unit], axis: Axis) -> Iterator[_Unit]:
+    return islice(units, axis.rank, None, axis.size)

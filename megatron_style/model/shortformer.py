@@ -41,12 +41,14 @@ class Shortformer(nn.Module):
     def forward(
         self, ids_BT: Tensor, targets_BT: Tensor, cache: SegmentCache, noise: Noise | None = None
     ) -> tuple[Tensor, SegmentCache]:
-        """Negative log-likelihood of each target [B, T], and the cache that the next segment of these rows needs.
+        """Negative log-likelihood of each target, and the cache that the next segment of these rows needs.
 
-        `noise` is where dropout masks come from; without it nothing is dropped."""
+        Fewer targets than tokens are those of the last tokens. `noise` is where dropout masks come from; without it
+        nothing is dropped."""
         x_BTD, cache = self.features(ids_BT, cache, noise)
-        nll_N = self.vocabulary.nll(x_BTD.flatten(0, 1), targets_BT.reshape(-1), noise and noise.at("vocabulary"))
-        return nll_N.view(ids_BT.shape), cache
+        wanted_ND = x_BTD[:, -targets_BT.shape[1] :].flatten(0, 1)
+        nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
+        return nll_N.view(targets_BT.shape), cache
 
     def features(self, ids_BT: Tensor, cache: SegmentCache, noise: Noise | None = None) -> tuple[Tensor, SegmentCache]:
         """The last block's output [B, T, D]; there is no final norm."""

@@ -78,8 +78,7 @@ def _draw_shard(param: Tensor, layout: Layout, key: int, axis: Axis) -> None:
         assert layout.draw is not None
         layout.draw(rows, torch.Generator().manual_seed(derive_key(key, block)))
         if not by_rows:
-            part = rows if layout.shard_dim is None else shard(rows, layout.shard_dim, axis.size)[axis.rank]
-            param[first : first + len(rows)] = part
+            param[first : first + len(rows)] = shard_of(rows, layout, axis)
             continue
         keep = range(max(first, wanted.start), min(first + len(rows), wanted.stop))
         param[keep.start - wanted.start : keep.stop - wanted.start] = rows[keep.start - first : keep.stop - first]
@@ -90,6 +89,13 @@ def shard(full: Tensor, dim: int, ways: int) -> list[Tensor]:
     each = -(-full.shape[dim] // ways)
     padding = full.new_zeros(*full.shape[:dim], each * ways - full.shape[dim], *full.shape[dim + 1 :])
     return list(torch.cat([full, padding], dim).chunk(ways, dim))
+
+
+def shard_of(full: Tensor, layout: Layout, axis: Axis) -> Tensor:
+    """What this rank holds of a logical tensor."""
+    if layout.shard_dim is None or axis.size == 1:
+        return full
+    return shard(full, layout.shard_dim, axis.size)[axis.rank]
 
 
 def unshard(parts: Sequence[Tensor], dim: int, size: int) -> Tensor:

@@ -19,7 +19,7 @@ from megatron_style.config.errors import RunFailed
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
-from megatron_style.parallel.sharding import layout_of, layouts_of, shard, unshard
+from megatron_style.parallel.sharding import layout_of, layouts_of, shard_of, unshard
 from megatron_style.parallel.topology import Axis, Topology
 from megatron_style.runtime.flat import Fragment, flat_groups, fragments, refresh_weights, write_fragment
 
@@ -157,12 +157,9 @@ class TrainingEngine:
             by_param.setdefault(fragment.param, []).append(fragment)
         layouts = layouts_of(self.model)
         for name, stretches in by_param.items():
-            dim, logical = layouts[name].shard_dim, read(name)
-            if dim is not None:
-                logical = {
-                    key: shard(x, dim, axis.size)[axis.rank].contiguous() if x.dim() else x
-                    for key, x in logical.items()
-                }
+            logical = {
+                key: shard_of(x, layouts[name], axis).contiguous() if x.dim() else x for key, x in read(name).items()
+            }
             for fragment in stretches:
                 write_fragment(groups[fragment.group], fragment, logical)
         refresh_weights(self._engine)

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
+import torch
 
 
 @contextmanager
-def peak_memory() -> Iterator[Callable[[], int]]:
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
     """Gives a function that tells the peak, in bytes, since the context was entered."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.reset_peak_memory_stats()
-        yield accelerator.max_memory_allocated
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        yield lambda: torch.accelerator.max_memory_allocated(device)
         return
     with suppress(OSError):  # where it cannot be done, the peak is the one since the process began: never too low
         Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the high-water mark back to what is used now

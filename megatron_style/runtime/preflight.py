@@ -17,7 +17,7 @@ from megatron_style.schedule.stages import Stage
 def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
     """Each stage with its peak of memory in bytes, the largest first. Leaves the training state as it was."""
     for stage in sorted(stages, key=_attention_cost, reverse=True):
-        with peak_memory() as peak:
+        with peak_memory(engine.device) as peak:
             try:
                 rehearse(engine, stage)
             except RuntimeError as error:

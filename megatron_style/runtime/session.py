@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megatron_style.parallel.topology import Topology
+from megatron_style.runtime.launcher import launcher
 
 
 @contextmanager
@@ -37,17 +38,6 @@ def distributed_session(*, tensor: int) -> Iterator[Topology]:
     finally:
         if joined_here:
             dist.destroy_process_group()
-
-
-def launcher() -> str:
-    """Who started this process, by what it left in the environment."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ:
-        return "mpirun"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return "deepspeed"
-    return "none"
 
 
 def device() -> torch.device:

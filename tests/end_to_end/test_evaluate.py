@@ -6,8 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_style.convert import main as convert
 from megatron_style.data.store import TokenStoreWriter
+from megatron_style.data.tokenizer import BpeTokenizer
 from megatron_style.evaluate import main
+from tests.support.launch import launch
 from tests.support.oracle import ORACLE, needs_oracle
 from tests.support.tiny import VOCAB_SIZE, L, content, expect_refusal, run_here, tiny_config, write_tiny_model
 
@@ -103,6 +103,44 @@ def test_a_text_of_one_segment_at_most_is_scored_the_same_in_every_mode(tiny: Pa
     assert run_here(main, tiny / "model", "--data", tiny / "short", *flags).code == 0
     assert run_here(main, tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--nll", tiny / "all").code == 0
     np.testing.assert_allclose(np.load(tiny / "short.npz")["nll"], np.load(tiny / "all")["nll"][:length], rtol=1e-5)
+
+
+def test_a_text_shorter_than_a_segment_is_scored_with_a_note(tiny: Path) -> None:
+    write_store(tiny / "short", TOKENS[: L - 1])
+    done = run_here(main, tiny / "model", "--data", tiny / "short", "--mode", "cached", "--json")
+    assert done.code == 0
+    assert done.err == f"note: the text has {L - 1} tokens, less than a segment of {L}, so no prediction sees more\n"
+    assert (json.loads(done.out)["context_min"], json.loads(done.out)["context_max"]) == (1, L - 1)
+
+
+def test_words_and_tokens_are_two_counts(tiny: Path) -> None:
+    """Two byte pairs a word: the loss of a word is that of its tokens."""
+    text = ["one two three"] * 50
+    tokenizer = BpeTokenizer.train(text, 264)
+    ids = np.array([i for line in text[:3] for i in tokenizer.encode_line(line)])
+    config = tiny_config().model_copy(update={"vocab_size": tokenizer.vocab_size})
+    shutil.rmtree(tiny / "model")
+    write_tiny_model(tiny / "model", config, tokenizer)
+    write_store(tiny / "bpe", ids, tokenizer.vocab_size)
+    facts = json.loads(run_here(main, tiny / "model", "--data", tiny / "bpe", "--mode", "cached", "--json").out)
+    assert facts["words"] == 3 * 4 < facts["tokens"] == len(ids)  # three words and a line end, three times
+    assert math.log(facts["perplexity_per_word"]) * 12 == pytest.approx(math.log(facts["perplexity"]) * len(ids))
+
+
+@pytest.mark.parametrize("mode", [["nonoverlapping"], ["cached"], ["sliding", "--stride", "2"]])
+def test_the_loss_by_position_is_a_table_and_a_picture(tiny: Path, mode: list[str]) -> None:
+    flags = ["--mode", *mode, "--by-position", tiny / "places.png"]
+    done = run_here(main, tiny / "model", "--data", tiny / "valid", *flags, "--nll", tiny / "nll.npz", "--json")
+    nll, facts = np.load(tiny / "nll.npz")["nll"], json.loads(done.out)
+    if mode[0] == "sliding":  # behind the first window, only its last two positions count
+        places = [*range(L), *(L - 2 + i % 2 for i in range(len(nll) - L))]
+    else:
+        places = [i % L for i in range(len(nll))]
+    expected = [nll[[place == wanted for place in places]].mean() for wanted in range(L)]
+    assert facts["by_position"] == pytest.approx(expected)
+    assert (tiny / "places.png").read_bytes().startswith(b"\x89PNG")
+    table = run_here(main, tiny / "model", "--data", tiny / "valid", *flags).out.split("\n\n")[1].splitlines()
+    assert [line.split()[0] for line in table] == ["position", "1", "2", "3-4", f"5-{L}"]
 
 
 def test_half_precision_comes_close(tiny: Path) -> None:
@@ -224,10 +262,13 @@ BAD_FLAGS = {
         "--stride 99 must not be above the segment",
     ),
     "a cache nobody reads": (["--mode", "nonoverlapping", "--cache-length", "4"], "--cache-length 4 needs --mode cach"),
-    "rows of one walk": (
-        ["--mode", "cached", "--batch-rows", "2"],
-        "--batch-rows 2: cached mode walks the text in one",
-    ),
+    "rows of one walk": (["--mode", "cached", "--batch-rows", "2"], "--batch-rows 2: cached mode walks in one row"),
+    "no lanes": (["--mode", "cached", "--lanes", "0"], "--lanes is 0; it must be at least 1"),
+    "lanes of windows": (["--mode", "nonoverlapping", "--lanes", "2"], "--lanes 2 needs --mode cached"),
+    "more lanes than segments": (["--mode", "cached", "--lanes", "10"], "the text has only 9 segments of 6"),
+    "a tensor axis that does not divide": (["--mode", "cached", "--tensor", "3"], "must divide the model's heads (4)"),
+    "a tensor axis without processes": (["--mode", "cached", "--tensor", "2"], "start it with a launcher"),
+    "a picture nowhere": (["--mode", "cached", "--by-position", "{dir}/no/x.png"], "no/x.png: must be a file in a"),
     "no folder for the output": (["--mode", "cached", "--nll", "{dir}/no/out.npz"], "no/out.npz: must be a file in a"),
     "a folder as output": (["--mode", "cached", "--nll", "{dir}/model"], "model: must be a file in a folder that ex"),
 }
@@ -244,22 +285,28 @@ def test_a_bad_flag_is_named_in_one_line(tiny: Path, flags: list[str], message: 
 # In a process of its own
 
 
-def evaluate(*argv: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_style.evaluate", *map(str, argv)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-
-
 def test_a_real_process_says_the_same(tiny: Path) -> None:
     flags = [tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--json"]
-    real, here = evaluate(*flags), run_here(main, *flags)
+    real, here = launch("evaluate", *flags), run_here(main, *flags)
     assert (real.returncode, real.stderr) == (0, "")
     assert json.loads(real.stdout)["loss_nats"] == pytest.approx(json.loads(here.out)["loss_nats"])
 
 
 def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path) -> None:
-    done = evaluate(tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
+    done = launch("evaluate", tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"error: {tiny}/nowhere: neither a model folder (with config.json) "
         "nor a run or checkpoint (with manifest.json)\n"
     )
+
+
+@pytest.mark.parametrize("flags", [["--mode", "cached", "--lanes", "3"], ["--mode", "cached", "--tensor", "2"]])
+def test_two_processes_say_what_one_says(tiny: Path, flags: list[str]) -> None:
+    common = [tiny / "model", "--data", tiny / "valid", "--json"]
+    two = launch("evaluate", *common, *flags, processes=2)
+    assert two.returncode == 0, two.stderr
+    one = run_here(main, *common, *flags[: 2 if "--tensor" in flags else None])
+    facts = json.loads(next(line for line in two.stdout.splitlines() if line.startswith("{")))
+    assert facts["processes"] == 2
+    assert facts["loss_nats"] == pytest.approx(json.loads(one.out)["loss_nats"], rel=1e-6)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_style.config.run import load_run
 from megatron_style.inference.perplexity import Protocol, score
+from tests.support.launch import launch
 from tests.support.runs import tiny_run
 from tests.support.tiny import read_model
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
@@ -46,19 +44,7 @@ def write_run(folder: Path, **changes: Any) -> Path:
 
 
 def train(run_file: Path, *flags: str, processes: int | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_style.train"]
-    if processes is not None:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        deepspeed = Path(sys.executable).with_name("deepspeed")
-        command = [str(deepspeed), "--num_accelerators", str(processes), "--master_port", str(port),
-                   "--module", "megatron_style.train"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"  # the launcher starts `python`
-    return subprocess.run(
-        [*command, str(run_file), *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return launch("train", run_file, *flags, processes=processes)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

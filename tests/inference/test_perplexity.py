@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from megatron_style.inference.perplexity import Protocol, Score, score
+from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
+from megatron_style.parallel.sharding import initialise
+from megatron_style.parallel.topology import Topology
+from megatron_style.runtime.local_ranks import run_ranks
 from tests.support.textbook import score_row
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model, weights_of
 
@@ -86,6 +92,62 @@ def test_scoring_between_two_training_steps_changes_nothing(protocol: Protocol) 
         assert torch.equal(param.grad, grads[name]), name
     assert all(torch.equal(now, then) for now, then in zip(cache.layers, cached, strict=True))
     assert np.array_equal(score(model.eval(), TOKENS, protocol, eos=EOS).nll, first.nll)  # nothing was dropped
+
+
+# Shared by ranks
+
+
+SHARED = {
+    "nonoverlapping": Protocol("nonoverlapping", 4, batch_rows=3),
+    "sliding": Protocol("sliding", 4, stride=1, batch_rows=5),
+    "one lane": Protocol("cached", 4, 4),
+    "lanes": Protocol("cached", 4, 6, lanes=4),
+    "lanes token by token": Protocol("token-by-token", 4, 6, lanes=4),
+}
+
+
+def score_share(protocol: Protocol) -> NDArray[np.float64]:
+    axis = Topology.of_world(tensor=1).data
+    return score(tiny_model(tiny_config()), TOKENS, protocol, eos=EOS, axis=axis).nll
+
+
+@pytest.mark.parametrize("protocol", SHARED.values(), ids=SHARED.keys())
+def test_the_number_of_ranks_changes_no_bit(protocol: Protocol) -> None:
+    one, two, three = (run_ranks(world, score_share, protocol) for world in (1, 2, 3))
+    for nll in two + three:
+        assert np.array_equal(nll, one[0])
+
+
+def score_split(protocol: Protocol) -> NDArray[np.float64]:
+    axis, config = Topology.of_world(tensor=2).tensor, tiny_config()
+    model = Shortformer(config.model, config.vocab_size, axis)
+    initialise(model, 3, axis)
+    return score(model.double(), TOKENS, protocol, eos=EOS).nll
+
+
+@pytest.mark.parametrize("protocol", [SHARED["sliding"], SHARED["lanes"]])
+def test_a_model_split_over_the_tensor_axis_scores_the_same(protocol: Protocol) -> None:
+    whole = score(tiny_model(tiny_config()), TOKENS, protocol, eos=EOS).nll
+    for nll in run_ranks(2, score_split, protocol):
+        np.testing.assert_allclose(nll, whole, atol=1e-9)
+
+
+@pytest.mark.parametrize(("cache_length", "warm"), [(2, 1), (4, 1), (6, 2), (9, 3)])
+def test_a_lane_is_warmed_by_the_text_before_it(cache_length: int, warm: int) -> None:
+    """As if the text had begun that many segments earlier."""
+    model, protocol = tiny_model(tiny_config()), Protocol("cached", 4, cache_length)
+    lanes = score(model, TOKENS, replace(protocol, lanes=2), eos=EOS).nll
+    np.testing.assert_array_equal(lanes[:20], score(model, TOKENS[:20], protocol, eos=EOS).nll)
+    begin = 20 - warm * 4
+    warmed = score(model, TOKENS[begin:], protocol, eos=int(TOKENS[begin - 1])).nll
+    np.testing.assert_allclose(lanes[20:], warmed[warm * 4 :], atol=1e-12)
+    assert np.abs(lanes[20:] - score(model, TOKENS, protocol, eos=EOS).nll[20:]).max() > 1e-9  # but not all of it
+
+
+def test_lanes_token_by_token_are_the_lanes_of_cached() -> None:
+    model = tiny_model(tiny_config())
+    cached, stepped = (score(model, TOKENS, SHARED[name], eos=EOS).nll for name in ("lanes", "lanes token by token"))
+    np.testing.assert_allclose(stepped, cached, atol=1e-12)
 
 
 def test_a_hopeless_model_has_a_large_perplexity_and_no_overflow() -> None:
