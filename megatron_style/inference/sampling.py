@@ -1,16 +1,23 @@
 """Text from a model, token by token. The cache walks as in training: a segment grows to its length, then becomes the
-cache of the next, so that the context grows from one segment to two and drops back."""
+cache of the next, so that the context grows from one segment to two and drops back, however long the text is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder
+from megatron_style.inference.next_token import NextToken, next_tokens, pick
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.randomness import derive_key
+
+CHARACTER = 4  # bytes of the longest one in UTF-8, and so the most tokens it can be spread over
+PART = "\ufffd"  # what a part of a character is decoded as
 
 
 @dataclass(frozen=True)
@@ -21,57 +28,155 @@ class Sampler:
     top_k: int | None = None
     top_p: float | None = None
 
-    def choose(self, log_probs_V: Tensor, generator: torch.Generator) -> int:
+    def choose(self, following: NextToken, u: float) -> int:
+        """A function of the distribution and one number from 0 to 1: evenly spread numbers give tokens as they should
+        be spread."""
         if self.temperature == 0:
-            return int(log_probs_V.argmax())
-        # The best has score 0 at any temperature; without the difference, a tiny one would make all scores -inf.
-        scores_V = (log_probs_V.double() - log_probs_V.max()) / self.temperature
-        scores, order = scores_V.sort(descending=True, stable=True)
-        if self.top_k is not None:
-            scores, order = scores[: self.top_k], order[: self.top_k]
-        probs = scores.softmax(-1)
+            return int(following.likeliest(1)[1])
+        if self.temperature == 1 and self.top_k is None and self.top_p is None:
+            return following.draw(u)
+        probs, ids = self._candidates(following)
         if self.top_p is not None:
-            before = probs.cumsum(-1) - probs  # the mass ahead of each token: the first is always kept
-            probs = probs.masked_fill(before >= self.top_p, 0)
-        return int(order[torch.multinomial(probs, 1, generator=generator)])
+            probs, order = probs.sort(descending=True, stable=True)
+            ahead = probs.cumsum(-1) - probs  # the mass before each token: the first is always kept
+            probs, ids = probs[ahead < self.top_p], ids[order]
+        return int(ids[pick(probs, u)[0]])
+
+    def _candidates(self, following: NextToken) -> tuple[Tensor, Tensor]:
+        """Probabilities and ids, before top_p cuts them."""
+        if self.top_k is not None:
+            log_probs, ids = following.likeliest(self.top_k)
+        elif self.top_p is not None and self.temperature == 1:
+            log_probs, ids = following.nucleus(self.top_p)
+            return log_probs.double().exp(), ids
+        else:
+            log_probs, ids = following.everything()
+        # The best has score 0 at any temperature; without the difference, a tiny one would make all scores -inf.
+        return ((log_probs.double() - log_probs.max()) / self.temperature).softmax(-1), ids
 
 
-@torch.no_grad()
+class Walk(Protocol):
+    """Rows of text that a model reads on. `Decoder` is one; `Reencoder` is one for models it cannot serve."""
+
+    def read(self, ids: Sequence[int], *, row: int = 0) -> Tensor:
+        """One row reads a text of any length. The features of its last token [D]."""
+
+    def step(self, ids_B: Tensor) -> Tensor:
+        """One more token for every row. Their features [B, D]."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i continues what row `rows[i]` was."""
+
+
+class Reencoder:
+    """Positions that were added to a token cannot be taken back, so each token encodes its segment anew."""
+
+    def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
+        self._model, self._segment_length = model, segment_length
+        empty: list[int] = []
+        self._rows = [(empty, model.empty_cache(1, cache_length))] * rows  # replaced, never changed
+
+    @torch.no_grad()
+    def read(self, ids: Sequence[int], *, row: int = 0) -> Tensor:
+        open_segment, cache = self._rows[row]
+        device = self._model.positions.table.device
+        for segment in torch.tensor([*open_segment, *ids], device=device).split(self._segment_length):
+            before = cache
+            features, cache = self._model.features(segment[None], before)
+        self._rows[row] = segment.tolist(), before
+        return features[0, -1]
+
+    def step(self, ids_B: Tensor) -> Tensor:
+        return torch.stack([self.read([token], row=row) for row, token in enumerate(ids_B.tolist())])
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]
+
+
+def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
+    kind = Decoder if model.config.positions == "infused" else Reencoder
+    return kind(model, rows=rows, segment_length=segment_length, cache_length=cache_length)
+
+
 def generate(
     model: Shortformer,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     sampler: Sampler,
     *,
     segment_length: int,
     cache_length: int,
     eos: int,
     seed: int,
-) -> Iterator[int]:
-    """Endless; the caller stops. The prompt is read as if a line had ended before it."""
-    generator = torch.Generator().manual_seed(seed)
-    follow = _decode if model.config.positions == "infused" else _encode_again
-    for features in follow(model, text := [eos, *prompt], segment_length, cache_length):
-        token = sampler.choose(model.vocabulary.log_probs(features)[0], generator)
-        yield token
-        text.append(token)
+    first: int = 0,
+) -> Iterator[list[int]]:
+    """One token for each prompt at a time, endlessly; the caller stops, as in `islice(generate(...), 100)`.
+
+    A prompt is read as if a line had ended before it. Its text depends on the seed and on its number, which counts from
+    `first`, and not on the prompts beside it."""
+    walk = open_walk(model, rows=len(prompts), segment_length=segment_length, cache_length=cache_length)
+    features_BD = torch.stack([walk.read([eos, *prompt], row=row) for row, prompt in enumerate(prompts)])
+    generators = [generator_of(seed, first + row) for row in range(len(prompts))]
+    yield from write_on(model, walk, features_BD, sampler, generators)
 
 
-def _decode(model: Shortformer, text: list[int], segment_length: int, cache_length: int) -> Iterator[Tensor]:
-    """The features of the last token [1, D], each time it is asked for; the caller appends to the text in between."""
-    decoder, read = Decoder(model, rows=1, segment_length=segment_length, cache_length=cache_length), 0
+def generator_of(seed: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_key(seed, number))
+
+
+@torch.no_grad()
+def write_on(
+    model: Shortformer, walk: Walk, features_BD: Tensor, sampler: Sampler, generators: Sequence[torch.Generator]
+) -> Iterator[list[int]]:
+    """One token for each row at a time. It is read when the next is asked for: the walk has not seen the last one."""
     while True:
-        while read < len(text):
-            ids = text[read : read + (decoder.room or segment_length)]
-            features = decoder.feed(torch.tensor([ids]))
-            read += len(ids)
-        yield features[:, -1]
+        tokens = [
+            sampler.choose(following, float(torch.rand((), dtype=torch.float64, generator=generator)))
+            for following, generator in zip(next_tokens(model.vocabulary, features_BD), generators, strict=True)
+        ]
+        yield tokens
+        features_BD = walk.step(torch.tensor(tokens, device=features_BD.device))
 
 
-def _encode_again(model: Shortformer, text: list[int], segment_length: int, cache_length: int) -> Iterator[Tensor]:
-    """Added positions cannot be taken back, so each token encodes its segment anew."""
-    cache, begin = model.empty_cache(1, cache_length), 0
-    while True:
-        while len(text) - begin > segment_length:
-            _, cache = model.features(torch.tensor([text[begin : begin + segment_length]]), cache)
-            begin += segment_length
-        yield model.features(torch.tensor([text[begin:]]), cache)[0][:, -1]
+class Continuation:
+    """A text as its tokens come in: what is certain of it, and whether it has ended."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, line_end: bool = False) -> None:
+        self._tokenizer, self._stops, self._line_end = tokenizer, stops, line_end
+        self.tokens: list[int] = []
+        self.ended = False
+        self._shown: list[str] = []
+        self._held = ""  # spelled, but perhaps the beginning of a stop
+
+    @property
+    def text(self) -> str:
+        return "".join(self._shown)
+
+    def add(self, token: int) -> str:
+        """What can be shown now: no part of a character, and no part of a stop."""
+        self.tokens.append(token)
+        # How a token is spelled depends on the character before it, not on the whole text.
+        before, after = (self._decode(last) for last in (slice(-CHARACTER - 1, -1), slice(-CHARACTER - 1, None)))
+        self._held += after.removesuffix(PART)[len(before.removesuffix(PART)) :]
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            self._held, self.ended = self._held[: min(found)], True
+        elif self._line_end and token == self._tokenizer.eos:
+            self._held, self.ended = self._held[:-1], True
+        return self._show()
+
+    def finish(self) -> str:
+        """What is left to show when nothing more will come."""
+        if not self.ended:
+            self._held += PART if self._decode(slice(-CHARACTER, None)).endswith(PART) else ""
+            self.ended = True
+        return self._show()
+
+    def _decode(self, which: slice) -> str:
+        return self._tokenizer.decode(self.tokens[which])
+
+    def _show(self) -> str:
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])]
+        certain = len(self._held) - (0 if self.ended else max(begun, default=0))
+        self._shown.append(self._held[:certain])
+        self._held = self._held[certain:]
+        return self._shown[-1]

@@ -78,16 +78,27 @@ class AdaptiveVocabulary(nn.Module):
         return nll_N
 
     def log_probs(self, x_ND: Tensor) -> Tensor:
-        """The whole distribution [N, V], for sampling: one process only."""
+        """The whole distribution [N, V]: one process only."""
+        words, clusters = self.head_log_probs(x_ND)
+        tails = [clusters[:, i : i + 1] + self.tail_log_probs(i, x_ND) for i in range(clusters.shape[1])]
+        return torch.cat([words, *tails], -1)
+
+    @property
+    def tail_starts(self) -> list[int]:
+        """The first token of each tail band."""
+        return [band.first for band in self.bands[1:]]
+
+    def head_log_probs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Of band 0's tokens, and of the tail bands as wholes."""
         assert self.axis.size == 1
-        head, *tails = self.bands
-        logits = torch.cat([head.table.logits(x_ND), F.linear(x_ND, self.clusters)], -1)
-        words, clusters = _full_precision(logits).log_softmax(-1).split([head.last, len(tails)], -1)
-        parts = [words]
-        for i, band in enumerate(tails):
-            inside = _full_precision(band.table.logits(F.linear(x_ND, band.projection.T))).log_softmax(-1)
-            parts.append(clusters[:, i : i + 1] + inside)
-        return torch.cat(parts, -1)
+        logits = torch.cat([self.bands[0].table.logits(x_ND), F.linear(x_ND, self.clusters)], -1)
+        words, clusters = _full_precision(logits).log_softmax(-1).split([self.bands[0].last, len(self.clusters)], -1)
+        return words, clusters
+
+    def tail_log_probs(self, tail: int, x: Tensor) -> Tensor:
+        """Of a tail band's tokens, given that it is this band."""
+        band = self.bands[tail + 1]
+        return _full_precision(band.table.logits(F.linear(x, band.projection.T))).log_softmax(-1)
 
 
 class PlainVocabulary(nn.Module):
@@ -114,9 +125,18 @@ class PlainVocabulary(nn.Module):
         return _table_nll(x_ND, targets_N, self.output_table)
 
     def log_probs(self, x_ND: Tensor) -> Tensor:
-        """The whole distribution [N, V], for sampling: one process only."""
+        """The whole distribution [N, V]: one process only."""
         assert self.axis.size == 1
         return _full_precision(self.output_table.logits(x_ND)).log_softmax(-1)
+
+    tail_starts = ()
+
+    def head_log_probs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens are the head's; there are no tail bands."""
+        return self.log_probs(x_ND), x_ND.new_empty(len(x_ND), 0)
+
+    def tail_log_probs(self, tail: int, x: Tensor) -> Tensor:
+        raise AssertionError(f"there is no tail {tail} for {x.shape}")
 
 
 def make_vocabulary(config: ModelConfig, vocab_size: int, axis: Axis) -> AdaptiveVocabulary | PlainVocabulary:

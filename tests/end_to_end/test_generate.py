@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -89,23 +93,245 @@ def test_a_model_without_a_cache_can_write_too(tmp_path: Path) -> None:
     assert generate(tmp_path / "model", "--tokens", 3 * L).code == 0
 
 
+# Several prompts
+
+
+def test_several_prompts_are_one_object_and_each_text_is_its_own(model: Path, tmp_path: Path) -> None:
+    prompts = ["w1 w2 w3", "w4", " ".join(f"w{i % 30}" for i in range(5 * L)), "w7 w8"]
+    (tmp_path / "prompts.txt").write_text("\r\n".join(prompts[2:]) + "\n")
+    flags = ["--prompt", prompts[1], "--prompts", tmp_path / "prompts.txt", "--tokens", 20, "--json"]
+    samples = json.loads(generate(model, *flags, prompt=prompts[0]).out)["samples"]
+    assert [(sample["prompt"], sample["tokens"]) for sample in samples] == [(prompt, 20) for prompt in prompts]
+    assert json.loads(generate(model, *flags, "--batch-rows", 1, prompt=prompts[0]).out)["samples"] == samples
+    assert samples[0] == json.loads(generate(model, "--tokens", 20, "--json").out)
+
+
+@pytest.mark.parametrize("search", [["--temperature", 0], ["--beams", 3]], ids=str)
+def test_greedy_and_searched_texts_are_those_of_each_prompt_alone(model: Path, search: list[object]) -> None:
+    done = generate(model, "--prompt", "w4", "--json", *search)
+    texts = [sample["text"] for sample in json.loads(done.out)["samples"]]
+    assert texts == [json.loads(generate(model, "--json", *search, prompt=p).out)["text"] for p in ("w1 w2 w3", "w4")]
+
+
+def test_several_texts_for_people_are_under_their_prompts(model: Path) -> None:
+    flags = ["--tokens", 8, "--prompt", "w4\nw5"]
+    first, second = json.loads(generate(model, *flags, "--json").out)["samples"]
+    done = generate(model, *flags)
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"== w1 w2 w3\n{first['text']}\n\n== w4 w5\n{second['text']}\n"
+
+
+# Beams, stops
+
+
+def test_beam_search_is_deterministic_and_one_beam_is_greedy(model: Path) -> None:
+    greedy, one, four = text_of(model, "--temperature", 0), text_of(model, "--beams", 1), text_of(model, "--beams", 4)
+    assert greedy == one
+    assert four == text_of(model, "--beams", 4, "--seed", 7)
+    assert generate(model, "--beams", 4).out == four + "\n"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_text_ends_before_a_stop_or_with_its_line(model: Path, seed: int) -> None:
+    flags = ["--tokens", 200, "--seed", seed]
+    whole = text_of(model, *flags)
+    assert "\n" in whole
+    for stop in (whole[30:36], " ".join(whole.split(" ")[9:12]), "\n"):
+        assert text_of(model, *flags, "--stop", "never", "--stop", stop) == whole[: whole.index(stop)]
+        assert generate(model, *flags, "--stop", stop).out == whole[: whole.index(stop)] + "\n"
+    assert text_of(model, *flags, "--stop-at-line-end") == whole[: whole.index("\n")]
+
+
+def test_texts_of_a_batch_end_each_at_its_own_stop(model: Path) -> None:
+    flags = ["--tokens", 60, "--json", "--prompt", "w4"]
+    both = [sample["text"] for sample in json.loads(generate(model, *flags).out)["samples"]]
+    stops = [text[40:46] for text in both]
+    expected = [text[: min(text.index(stop) for stop in stops if stop in text)] for text in both]
+    stopped = json.loads(generate(model, *flags, "--stop", stops[0], "--stop", stops[1]).out)["samples"]
+    assert [sample["text"] for sample in stopped] == expected
+    assert all(sample["tokens"] < 60 for sample in stopped)
+
+
+def test_a_searched_text_ends_at_a_stop_too(model: Path) -> None:
+    whole = text_of(model, "--beams", 1, "--tokens", 20)
+    stop = " ".join(whole.split(" ")[1:3])
+    assert text_of(model, "--beams", 1, "--tokens", 20, "--stop", stop) == whole[: whole.index(stop)]
+    assert stop not in text_of(model, "--beams", 4, "--tokens", 20, "--stop", stop)
+
+
+# Words that the dictionary lacks
+
+
+def test_words_outside_the_dictionary_are_named_once(model: Path) -> None:
+    done = generate(model, "--prompt", "w2 nonsense <unk>", "--tokens", 3, prompt="w1 nonsense\nodd w2")
+    assert done.code == 0
+    assert done.err == "note: not in the model's dictionary, so read as <unk>: nonsense, odd\n"
+
+
+def test_a_prompt_without_any_known_word_is_refused(model: Path) -> None:
+    expect_refusal(generate(model, "--prompt", "Hello there"), "'Hello there'", "has none of its words; use words")
+
+
+# Line by line
+
+
+def talk(model: Path, typed: str, *flags: object) -> Done:
+    with patch.object(sys, "stdin", io.StringIO(typed)):
+        return run_here(main, model, "--interactive", "--tokens", 9, *flags)
+
+
+def test_a_typed_line_is_continued_like_a_prompt(model: Path) -> None:
+    done = talk(model, "w1 w2 w3\n")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == generate(model, "--tokens", 9).out
+
+
+def test_what_was_said_is_context_until_it_is_reset(model: Path) -> None:
+    greedy = ["--temperature", 0]
+    first = json.loads(generate(model, "--tokens", 9, "--json", *greedy).out)["text"]
+    said = f"w1 w2 w3 {first}\nw4"
+    second = json.loads(generate(model, "--tokens", 9, "--json", *greedy, prompt=said).out)["text"]
+    alone = json.loads(generate(model, "--tokens", 9, "--json", *greedy, prompt="w4").out)["text"]
+    assert second != alone
+    assert talk(model, "w1 w2 w3\nw4\n", *greedy).out == f"{first}\n{second}\n"
+    assert talk(model, "w1 w2 w3\n/reset\nw4", *greedy).out == f"{first}\n{alone}\n"
+
+
+def test_an_empty_line_goes_on(model: Path) -> None:
+    longer = json.loads(generate(model, "--tokens", 27, "--json").out)["text"]
+    assert " ".join(talk(model, "w1 w2 w3\n\n\n").out.split()) == " ".join(longer.split())
+
+
+def test_a_line_without_known_words_is_told_and_not_read(model: Path) -> None:
+    done = talk(model, "Hello\nw1 w2 w3\n")
+    assert done.code == 0
+    assert done.err.startswith("error: prompt 'Hello': the model's dictionary has none of its words")
+    assert done.out == talk(model, "w1 w2 w3\n").out
+
+
+class Process:
+    """The command as a process of its own, with text to read from it and signals to send."""
+
+    def __init__(self, *argv: object) -> None:
+        command = [sys.executable, "-m", "megatron_style.generate", *map(str, argv)]
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+
+    def type(self, line: str) -> None:
+        print(line, file=self._process.stdin, flush=True)
+
+    def read(self, characters: int) -> str:
+        text: str = self._process.stdout.read(characters)
+        return text
+
+    def ctrl_c(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def leave(self) -> Done:
+        """Ctrl-D; what is still to read."""
+        with self._process as process:
+            process.stdin.close()
+            return Done(process.wait(60), process.stdout.read(), process.stderr.read())
+
+
+def test_ctrl_c_ends_the_text_and_keeps_what_is_there(model: Path) -> None:
+    process = Process(model, "--prompt", "w1", "--tokens", 10**9, "--seed", 2)
+    begun = process.read(50)
+    process.ctrl_c()
+    done = process.leave()
+    assert (done.code, done.err) == (130, "interrupted\n")
+    text = begun + done.out
+    assert text.endswith("\n")
+    tokens = len(text.replace("\n", " \n ").split(" "))
+    assert generate(model, "--tokens", tokens, "--seed", 2, prompt="w1").out.startswith(text[:-1])
+
+
+def test_ctrl_c_in_a_conversation_ends_one_continuation_only(model: Path) -> None:
+    greedy = ["--temperature", 0]
+    assert "\n" not in text_of(model, "--tokens", 300, *greedy)
+    process = Process(model, "--interactive", "--tokens", 10**9, *greedy)
+    for line in ("w1 w2 w3", "/reset\nw1 w2 w3"):
+        process.type(line)
+        begun = process.read(50)
+        process.ctrl_c()
+        while not begun.endswith("\n"):
+            begun += process.read(1)
+    assert process.leave() == Done(0, "", "")
+
+
+def test_the_command_does_without_deepspeed() -> None:
+    code = "import sys, megatron_style.generate; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# What is refused
+
+AT_LEAST_1 = "it must be at least 1"
 BAD_FLAGS = {
     "an empty prompt": (["--prompt", " \n"], "--prompt is empty; give it at least one word"),
-    "no tokens": (["--tokens", "0"], "--tokens is 0; it must be at least 1"),
+    "a prompt that is no text": (["--prompt", "w1 \udcff"], "--prompt: is not UTF-8 text"),
+    "no tokens": (["--tokens", "0"], f"--tokens is 0; {AT_LEAST_1}"),
+    "fewer than no tokens": (["--tokens", "-5"], f"--tokens is -5; {AT_LEAST_1}"),
     "a negative temperature": (["--temperature", "-1"], "--temperature is -1.0; it must be 0 (greedy) or more"),
     "no temperature": (["--temperature", "nan"], "--temperature is nan; it must be 0 (greedy) or more"),
     "an endless temperature": (["--temperature", "inf"], "--temperature is inf; it must be 0 (greedy) or more"),
-    "no candidates": (["--top-k", "0"], "--top-k is 0; it must be at least 1"),
+    "no candidates": (["--top-k", "0"], f"--top-k is 0; {AT_LEAST_1}"),
     "no mass": (["--top-p", "0"], "--top-p is 0.0; it must be above 0 and at most 1"),
     "too much mass": (["--top-p", "1.1"], "--top-p is 1.1; it must be above 0 and at most 1"),
+    "no beams": (["--beams", "0"], f"--beams is 0; {AT_LEAST_1}"),
+    "no rows": (["--batch-rows", "0"], f"--batch-rows is 0; {AT_LEAST_1}"),
     "a negative seed": (["--seed", "-1"], "--seed is -1; it must be at least 0"),
     "too large a seed": (["--seed", str(2**63)], "it must be at least 0 and below 2^63"),
+    "an empty stop": (["--stop", ""], "--stop is empty; give it the text to end before"),
+    "beams and a temperature": (
+        ["--beams", "3", "--temperature", "0"],
+        "--beams 3 searches and draws nothing; leave out --temperature",
+    ),
+    "beams and candidates": (["--beams", "3", "--top-k", "5"], "leave out --top-k"),
+    "beams and mass": (["--beams", "3", "--top-p", "0.5"], "leave out --top-p"),
+    "a conversation with a prompt": (["--interactive"], "--interactive reads lines and writes as it goes"),
+    "no prompts file": (["--prompts", "/nowhere.txt"], "/nowhere.txt: no such file; expected a UTF-8 text file"),
 }
 
 
 @pytest.mark.parametrize(("flags", "message"), BAD_FLAGS.values(), ids=BAD_FLAGS.keys())
 def test_a_bad_flag_is_named_in_one_line(model: Path, flags: list[str], message: str) -> None:
     expect_refusal(generate(model, *flags), message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; expected at least one line of text"),
+        (b"w1\n\nw2\n", ":2 is empty; give it at least one word"),
+        (b"w1\n\xff\n", "byte 3 is not UTF-8"),
+        (b"w1\0\n", "is NUL, so this is a binary file"),
+    ],
+)
+def test_a_bad_prompts_file_is_named_in_one_line(model: Path, tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "prompts").write_bytes(content)
+    expect_refusal(run_here(main, model, "--prompts", tmp_path / "prompts"), tmp_path / "prompts", message)
+
+
+def test_a_folder_of_prompts_is_refused(model: Path) -> None:
+    expect_refusal(run_here(main, model, "--prompts", model), f"{model}: is not a regular file")
+
+
+def test_nothing_to_continue_is_refused(model: Path) -> None:
+    expect_refusal(run_here(main, model), "give --prompt TEXT, --prompts FILE or --interactive")
+
+
+@pytest.mark.parametrize("flags", [["--prompt", "w1"], ["--prompts", "file"], ["--json"], ["--beams", "2"]])
+def test_a_conversation_with_what_it_has_no_use_for_is_refused(model: Path, flags: list[str]) -> None:
+    expect_refusal(
+        talk(model, "w1\n", *flags), f"--interactive reads lines and writes as it goes; leave out {flags[0]}"
+    )
+
+
+def test_typed_bytes_that_are_no_text_are_refused(model: Path) -> None:
+    with patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w1 \xff\n"), encoding="utf-8")):
+        expect_refusal(run_here(main, model, "--interactive"), "standard input: is not UTF-8 text")
+    expect_refusal(talk(model, "w1 \udcff\n"), "standard input: is not UTF-8 text")
 
 
 @pytest.mark.parametrize("flags", [["--tokens", "many"], ["--temperature", "hot"], ["--topk", "3"]])
