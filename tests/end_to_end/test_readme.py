@@ -25,7 +25,7 @@ def environment(**more: str) -> dict[str, str]:
 def test_the_commands_for_your_own_text_work(tmp_path: Path) -> None:
     """Word for word, in a folder of its own, but for the length of the training."""
     (block,) = [block for block in BLOCKS if "megatron_style.prepare" in block]
-    words = [f"word{i}" for i in range(6000)]
+    words = ["Once", "upon", *(f"word{i}" for i in range(6000))]
     for name, lines in (("train.txt", 4000), ("valid.txt", 100)):
         draw = random.Random(name).choices
         (tmp_path / name).write_text("".join(" ".join(draw(words, k=10)) + "\n" for _ in range(lines)))
