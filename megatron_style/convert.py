@@ -9,17 +9,20 @@ import argparse
 import math
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from megatron_style.checkpoint.compare import compare
-from megatron_style.checkpoint.fairseq import read_fairseq
-from megatron_style.checkpoint.model_folder import parameter_shapes, write_model
-from megatron_style.checkpoint.source import open_model
+from megatron_style.checkpoint import fairseq, model_folder
+from megatron_style.checkpoint.certificate import Certificate, certify
+from megatron_style.checkpoint.formats import open_model
+from megatron_style.checkpoint.source import ModelSource, parameters_of
+from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
-from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import WordDictionary
+
+Result = dict[str, object]
 
 
 def main() -> None:
@@ -31,58 +34,79 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    example = "python -m megatron_style.convert export runs/quickstart --output models/mine"
-    parser = command_parser("convert", "Change the form of a model.", example)
+    parser = command_parser(
+        "convert",
+        "Change the form of a model. What was written is read back and compared with the source on a fixed text; the "
+        "proof is in certificate.json. MODEL is a model folder, a run, one of its checkpoints, or anything that this "
+        "command writes.",
+        "python -m megatron_style.convert export runs/quickstart --output models/mine",
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    fairseq = kinds.add_parser("import-fairseq", help="a checkpoint of the reference implementation -> a model folder")
-    fairseq.add_argument("checkpoint", type=Path, metavar="FILE.pt")
-    fairseq.add_argument("--dictionary", type=Path, required=True, metavar="dict.txt")
-    fairseq.set_defaults(convert=import_fairseq)
+    def add(name: str, convert: Callable[[argparse.Namespace], Result], about: str) -> argparse.ArgumentParser:
+        kind = kinds.add_parser(name, help=about, description=about)
+        kind.set_defaults(convert=convert)
+        add_json_flag(kind)
+        return kind
 
-    export = kinds.add_parser("export", help="a training checkpoint of any grid -> a model folder in float32")
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a run's folder, or one global_stepN")
-    export.set_defaults(convert=export_model)
+    incoming = add("import-fairseq", import_fairseq, "a checkpoint of the reference or of fairseq -> a model folder")
+    incoming.add_argument("checkpoint", type=Path, metavar="FILE.pt")
+    incoming.add_argument("--dictionary", type=Path, required=True, metavar="dict.txt")
+    incoming.add_argument("--output", type=Path, required=True, metavar="DIR")
 
-    again = kinds.add_parser("reshard", help="a training checkpoint -> one for another grid; `train` does it by itself")
+    export = add("export", export_model, "a training checkpoint of any grid -> a model folder in float32")
+    export.add_argument("model", type=Path, metavar="MODEL")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR")
+    export.add_argument("--optimizer", action="store_true", help="with the optimizer's state: training can go on")
+
+    outgoing = add("export-fairseq", export_fairseq, "-> a checkpoint that the reference loads")
+    outgoing.add_argument("model", type=Path, metavar="MODEL")
+    outgoing.add_argument("--output", type=Path, required=True, metavar="FILE.pt")
+
+    again = add(
+        "reshard", reshard_checkpoint, "a training checkpoint -> one for another grid (`train` can do it itself)"
+    )
     again.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     again.add_argument("--tensor", type=int, required=True, metavar="N", help="tensor-parallel ranks")
     again.add_argument("--data", type=int, required=True, metavar="N", help="data-parallel ranks")
-    again.set_defaults(convert=reshard_checkpoint)
-    for kind in (fairseq, export, again):
-        kind.add_argument("--output", type=Path, required=True, metavar="DIR")
+    again.add_argument("--output", type=Path, required=True, metavar="DIR")
 
-    both = kinds.add_parser("verify", help="are two models, in whatever form, the same? Exit code 1 if not")
+    both = add("verify", verify, "are two models, in whatever form, the same? Exit code 1 if not")
     both.add_argument("first", type=Path, metavar="A")
     both.add_argument("second", type=Path, metavar="B")
     both.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="largest difference allowed; default 0")
-    both.set_defaults(convert=verify)
-    for kind in (fairseq, export, again, both):
-        add_json_flag(kind)
     return parser.parse_args()
 
 
-def import_fairseq(args: argparse.Namespace) -> dict[str, object]:
+def import_fairseq(args: argparse.Namespace) -> Result:
     if not args.dictionary.is_file():
         raise UserError(f"--dictionary {args.dictionary}: no such file; fairseq's dict.txt is expected")
     dictionary = WordDictionary.load(args.dictionary)
-    imported = read_fairseq(args.checkpoint)
-    if dictionary.vocab_size != imported.config.vocab_size:
+    source = fairseq.read(args.checkpoint)
+    if dictionary.vocab_size != source.config.vocab_size:
         raise UserError(
             f"{args.dictionary}: makes {dictionary.vocab_size} ids, but {args.checkpoint} has vectors for "
-            f"{imported.config.vocab_size}; the dictionary it was trained with is needed"
+            f"{source.config.vocab_size}; the dictionary it was trained with is needed"
         )
-    write_model(args.output, imported.config, imported.weights.__getitem__, dictionary)
-    return _summary(args.output, imported.config)
+    source = replace(source, tokenizer=lambda: dictionary)
+    return _summary(args.output, source, transfer(source, model_folder, args.output))
 
 
-def export_model(args: argparse.Namespace) -> dict[str, object]:
-    source = open_model(args.checkpoint)
-    write_model(args.output, source.config, source.weight, source.tokenizer())
-    return _summary(args.output, source.config)
+def export_model(args: argparse.Namespace) -> Result:
+    source = open_model(args.model)
+    if not args.optimizer:
+        source = source.without_optimizer()
+    elif source.state is None:
+        raise UserError(f"{args.model}: holds no optimizer state, so --optimizer has nothing to export")
+    return _summary(args.output, source, transfer(source, model_folder, args.output))
 
 
-def reshard_checkpoint(args: argparse.Namespace) -> dict[str, object]:
+def export_fairseq(args: argparse.Namespace) -> Result:
+    source = open_model(args.model)
+    return _summary(args.output, source, transfer(source, fairseq, args.output))
+
+
+def reshard_checkpoint(args: argparse.Namespace) -> Result:
     for flag in ("tensor", "data"):
         if getattr(args, flag) < 1:
             raise UserError(f"--{flag} is {getattr(args, flag)}; it must be at least 1")
@@ -94,14 +118,26 @@ def reshard_checkpoint(args: argparse.Namespace) -> dict[str, object]:
     return {"output": str(args.output), "step": step, "tensor": args.tensor, "data": args.data}
 
 
-def verify(args: argparse.Namespace) -> dict[str, object]:
-    result = compare(open_model(args.first), open_model(args.second))
-    return {**asdict(result), "equal": result.largest <= args.tolerance}
+def verify(args: argparse.Namespace) -> Result:
+    found = certify(open_model(args.first), open_model(args.second), tolerance=args.tolerance)
+    return {
+        "tensors": found.tensors,
+        "largest_weight_difference": found.largest_weight_difference,
+        "largest_nll_difference": found.largest_nll_difference,
+        "equal": found.passed,
+    }
 
 
-def _summary(output: Path, config: ModelFolderConfig) -> dict[str, object]:
-    parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
-    return {"output": str(output), "parameters": parameters, "vocabulary": config.vocab_size, "steps": config.step}
+def _summary(output: Path, source: ModelSource, certificate: Certificate) -> Result:
+    config = source.config
+    return {
+        "output": str(output),
+        "parameters": sum(math.prod(layout.shape) for layout in parameters_of(config).values()),
+        "vocabulary": config.vocab_size,
+        "steps": config.step,
+        "optimizer": "kept" if source.state else "none",
+        "largest_nll_difference": certificate.largest_nll_difference,
+    }
 
 
 if __name__ == "__main__":

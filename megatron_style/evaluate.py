@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from megatron_style.checkpoint.source import ModelSource, open_model
+from megatron_style.checkpoint.formats import open_model
+from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig

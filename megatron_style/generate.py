@@ -17,7 +17,8 @@ from pathlib import Path
 from threading import Event
 from types import FrameType
 
-from megatron_style.checkpoint.source import ModelSource, open_model
+from megatron_style.checkpoint.formats import open_model
+from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_style.checkpoint.model_folder import write_model
+from megatron_style.checkpoint.model_folder import write_whole
+from megatron_style.checkpoint.source import ModelSource
 from megatron_style.checkpoint.store import CheckpointStore, Progress
 from megatron_style.config.command import command_parser, run_command
 from megatron_style.config.errors import Stopped
@@ -128,7 +129,8 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
             cache_length=last.cache_length,
             step=schedule.total_steps,
         )
-        write_model(run.output.path / "model", config, weights.__getitem__, corpus.tokenizer)
+        folder = run.output.path / "model"
+        write_whole(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
 
 
 def due(step: int, every: int | None) -> bool:

@@ -1,31 +1,40 @@
-"""Checkpoints of the reference implementation (a fairseq fork) and of fairseq's own language models."""
+"""A form of model: checkpoints of the reference implementation (a fairseq fork) and of fairseq's own language models.
+
+The reference's momentum is a velocity v in units of the last update's learning rate lr_old; ours is u = -v / lr_old
+(`runtime/optimizer.py`). Both directions are computed and kept in float64, so that a round trip loses nothing."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import warnings
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
-from megatron_style.model.shortformer import Shortformer
+from megatron_style.data.corpus import tokenizer_beside
 
 _BLOCK_NAMES = {
-    "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
+    "attention.query": "self_attn.q_proj",
     "attention.out": "self_attn.out_proj",
     "attention_norm": "self_attn_layer_norm",
-    "ffn_norm": "final_layer_norm",  # the reference's name for the norm before the feed-forward part
     "up": "fc1",
     "down": "fc2",
+    "ffn_norm": "final_layer_norm",  # the reference's name for the norm before the feed-forward part
 }
 # Settings that change what a model computes without changing its tensors; absent means as here.
 _FIXED_SETTINGS = {
@@ -36,13 +45,11 @@ _FIXED_SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class FairseqModel:
-    config: ModelFolderConfig
-    weights: dict[str, Tensor]  # by this project's names, float32
+def recognises(path: Path) -> bool:
+    return path.suffix == ".pt"
 
 
-def read_fairseq(path: Path) -> FairseqModel:
+def read(path: Path) -> ModelSource:
     state = _load_safely(path)
     args, theirs = vars(state["args"]), dict(state["model"])
     history = state.get("optimizer_history") or [{}]
@@ -55,25 +62,169 @@ def read_fairseq(path: Path) -> FairseqModel:
         where = "has" if odd in theirs else "lacks"
         raise UserError(f"{path}: {where} '{odd}', so it is not a pre-norm decoder without a final norm, as expected")
     _check_shapes(path, theirs, names, config)
-    return FairseqModel(config, {ours: theirs[name].float() for ours, name in names.items()})
+    source = ModelSource(
+        path, config, lambda name: theirs[names[name]].float(), partial(tokenizer_beside, path.absolute())
+    )
+    return _with_optimizer(source, state)
+
+
+def _with_optimizer(source: ModelSource, state: dict[str, Any]) -> ModelSource:
+    """The same with the state of NAG, where the checkpoint has it."""
+    optimizer = state.get("last_optimizer_state") or {}
+    if not optimizer.get("state") or state["args"].optimizer != "nag":
+        return source
+    group = optimizer["param_groups"][0]
+    velocity = _velocities(source, optimizer["state"])
+    epoch = state.get("extra_state", {}).get("train_iterator", {}).get("epoch", 1)
+    training = {"optimizer": "nag", "learning_rate": group["lr_old"], "epoch": epoch}
+    training |= {key: group[key] for key in ("momentum", "weight_decay")}
+    config = source.config.as_data() | {"training": training}
+    return replace(
+        source,
+        config=ModelFolderConfig.parse(config, source=str(source.path)),
+        state=lambda name: {"momentum_buffer": velocity(name).double() / -group["lr_old"]},
+    )
+
+
+def _velocities(source: ModelSource, state: dict[int, dict[str, Tensor]]) -> Callable[[str], Tensor]:
+    """One buffer a parameter, or, of training in half precision, a single flat one; in the order of the parameters."""
+    parameters = parameters_of(source.config)
+    order = list(fairseq_names(source.config.model))
+    flat = state[0]["momentum_buffer"].dim() == 1 and len(state) == 1
+    if not flat:
+        return lambda name: state[order.index(name)]["momentum_buffer"]
+    sizes = [math.prod(parameters[name].shape) for name in order]
+    parts = dict(zip(order, state[0]["momentum_buffer"].split(sizes), strict=True))
+    return lambda name: parts[name].view(parameters[name].shape)
+
+
+def write(path: Path, source: ModelSource) -> None:
+    """What the file holds is laid out on disk first, and mapped from there: in memory there is one tensor at a time."""
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as directory:
+        aside, names = Path(directory), fairseq_names(source.config.model)
+        model = {theirs: _on_disk(aside / ours, source.weight(ours).float()) for ours, theirs in names.items()}
+        model |= {copy: model[original] for copy, original in _tied_copies(source.config.model).items()}
+        state = {
+            "args": argparse.Namespace(**_settings(source.config)),
+            "model": model | _markers(source.config.model),
+            "optimizer_history": [_history(source.config)],
+            "extra_state": _extra_state(source.config),
+            "last_optimizer_state": _optimizer_state(source, aside),
+        }
+        torch.save(state, path)
+
+
+def _on_disk(path: Path, tensor: Tensor) -> Tensor:
+    """The same numbers, mapped from a file."""
+    tensor.contiguous().numpy().tofile(path)
+    mapped = np.memmap(path, tensor.numpy().dtype, mode="c", shape=tuple(tensor.shape))  # in place of a scalar, too
+    return torch.from_numpy(mapped)
+
+
+def _optimizer_state(source: ModelSource, aside: Path) -> dict[str, Any] | None:
+    training = source.config.training
+    if training is None or training.optimizer != "nag" or source.state is None:
+        return None
+    order = list(fairseq_names(source.config.model))
+    state = {}
+    for index, name in enumerate(order):
+        velocity = source.state(name)["momentum_buffer"].double() * -training.learning_rate
+        state[index] = {"momentum_buffer": _on_disk(aside / f"{name}.velocity", velocity)}
+    group = {
+        "lr": training.learning_rate,  # its scheduler sets it anew
+        "lr_old": training.learning_rate,
+        "momentum": training.momentum,
+        "weight_decay": training.weight_decay,
+        "params": list(range(len(order))),
+    }
+    return {"state": state, "param_groups": [group]}
+
+
+def _history(config: ModelFolderConfig) -> dict[str, Any]:
+    criterion = "AdaptiveLoss" if config.model.vocabulary.kind == "adaptive" else "CrossEntropyCriterion"
+    return {
+        "criterion_name": criterion,
+        "optimizer_name": "FairseqNAG",
+        "lr_scheduler_state": {"best": None},
+        "num_updates": config.step,
+    }
+
+
+def _extra_state(config: ModelFolderConfig) -> dict[str, Any]:
+    """Where its data iterator goes on: at the beginning of an epoch, since ours cuts an epoch in other ways."""
+    epoch = config.training.epoch if config.training else 1
+    iterator = {"version": 2, "epoch": epoch, "iterations_in_epoch": 0, "shuffle": not config.model.cache}
+    return {"train_iterator": iterator, "val_loss": None, "previous_training_time": 0}
+
+
+def _settings(config: ModelFolderConfig) -> dict[str, Any]:
+    """What the reference reads of its command line to build this model."""
+    model, adaptive = config.model, config.model.vocabulary.kind == "adaptive"
+    settings: dict[str, Any] = {
+        "task": "language_modeling",
+        "arch": "transformer_lm_wiki103" if adaptive else "transformer_lm",
+        "criterion": "adaptive_loss" if adaptive else "cross_entropy",
+        "optimizer": "nag",
+        "lr_scheduler": "cosine",
+        "decoder_layers": model.layers,
+        "decoder_embed_dim": model.hidden_size,
+        "decoder_input_dim": model.hidden_size,
+        "decoder_output_dim": model.hidden_size,
+        "decoder_attention_heads": model.heads,
+        "decoder_ffn_embed_dim": model.ffn_size,
+        "dropout": model.dropout.hidden,
+        "attention_dropout": model.dropout.attention,
+        "activation_dropout": model.dropout.activation,
+        "adaptive_softmax_dropout": model.dropout.softmax,
+        "tokens_per_sample": config.segment_length,
+        "max_target_positions": config.segment_length,
+        "max_tokens": 9216,
+        "sample_break_mode": "none",
+        "adaptive_input": adaptive,
+        "share_decoder_input_output_embed": model.vocabulary.kind == "tied",
+        "no_decoder_final_norm": True,
+        "decoder_learned_pos": False,
+        "character_embeddings": False,
+        "layernorm_embedding": False,
+        **_FIXED_SETTINGS,
+    }
+    if adaptive:
+        cutoffs = ",".join(map(str, model.vocabulary.cutoffs))
+        settings |= {"adaptive_input_cutoff": cutoffs, "adaptive_softmax_cutoff": cutoffs}
+        settings |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), model.vocabulary.factor)
+        settings |= {"tie_adaptive_weights": True, "tie_adaptive_proj": True}
+    if model.positions == "infused":  # the fork's own flags; its baseline is the fairseq before them
+        settings |= {"tokens_from_prev": config.cache_length, "sliding_inf": -1}
+    return settings
+
+
+def _markers(config: ModelConfig) -> dict[str, Tensor]:
+    """What fairseq keeps beside the weights, and refuses to load without."""
+    markers = {"decoder.version": torch.tensor([3.0]), "decoder.embed_positions._float_tensor": torch.zeros(1)}
+    if config.vocabulary.kind == "adaptive":
+        markers["decoder.embed_tokens._float_tensor"] = torch.zeros(1)
+        markers["decoder.adaptive_softmax.version"] = torch.tensor([1])
+        markers["decoder.adaptive_softmax.head._float_tensor"] = torch.zeros(1)
+    return markers
 
 
 def fairseq_names(config: ModelConfig) -> dict[str, str]:
-    """This project's parameter names -> the reference's."""
+    """This project's parameter names -> the reference's, in the order of its parameters."""
     names = {}
     if config.vocabulary.kind == "adaptive":
         for band in range(len(config.vocabulary.cutoffs) + 1):
             names[f"vocabulary.bands.{band}.table.weight"] = f"decoder.embed_tokens.embeddings.{band}.0.weight"
             names[f"vocabulary.bands.{band}.projection"] = f"decoder.embed_tokens.embeddings.{band}.1.weight"
-        names["vocabulary.clusters"] = "decoder.adaptive_softmax.head.class_proj.weight"
     else:
         names["vocabulary.table.weight"] = "decoder.embed_tokens.weight"
-    if config.vocabulary.kind == "untied":
-        names["vocabulary.output_table.weight"] = "decoder.output_projection.weight"
     for layer in range(config.layers):
         for ours, theirs in _BLOCK_NAMES.items():
             for part in ("weight", "bias"):
                 names[f"blocks.{layer}.{ours}.{part}"] = f"decoder.layers.{layer}.{theirs}.{part}"
+    if config.vocabulary.kind == "adaptive":
+        names["vocabulary.clusters"] = "decoder.adaptive_softmax.head.class_proj.weight"
+    if config.vocabulary.kind == "untied":
+        names["vocabulary.output_table.weight"] = "decoder.output_projection.weight"
     return names
 
 
@@ -81,8 +232,9 @@ def _load_safely(path: Path) -> dict[str, Any]:
     """Only tensors, plain values and argparse's Namespace are unpickled; anything else is refused, unexecuted."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        if zipfile.is_zipfile(path):  # the checksums of the tensors, which torch.load does not look at
+            zipped = zipfile.is_zipfile(path)  # since torch 1.6: such a file is mapped, not read at once
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        if zipped:  # the checksums of the tensors, which torch.load does not look at
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise zipfile.BadZipFile(damaged)
@@ -152,7 +304,7 @@ def _drop_what_is_not_a_weight(weights: dict[str, Tensor]) -> None:
         del weights[name]
 
 
-def _drop_tied_copies(path: Path, weights: dict[str, Tensor], config: ModelConfig) -> None:
+def _tied_copies(config: ModelConfig) -> dict[str, str]:
     """The softmax side of a tied model repeats tensors of the input side."""
     copies = {}
     if config.vocabulary.kind == "tied":
@@ -163,18 +315,20 @@ def _drop_tied_copies(path: Path, weights: dict[str, Tensor], config: ModelConfi
             source = f"decoder.embed_tokens.embeddings.{tail + 1}"
             copies[f"decoder.adaptive_softmax.tail.{tail}.0.weight"] = f"{source}.1.weight"
             copies[f"decoder.adaptive_softmax.tail.{tail}.2.weight"] = f"{source}.0.weight"
-    for copy, original in copies.items():
+    return copies
+
+
+def _drop_tied_copies(path: Path, weights: dict[str, Tensor], config: ModelConfig) -> None:
+    for copy, original in _tied_copies(config).items():
         if {copy, original} <= set(weights) and not torch.equal(weights.pop(copy), weights[original]):
             raise UserError(f"{path}: '{copy}' differs from '{original}', though its settings say they are tied")
 
 
 def _check_shapes(path: Path, weights: dict[str, Tensor], names: dict[str, str], config: ModelFolderConfig) -> None:
-    with torch.device("meta"):  # shapes only, no memory
-        model = Shortformer(config.model, config.vocab_size)
-    for ours, param in model.named_parameters():
+    for ours, layout in parameters_of(config).items():
         found = weights[names[ours]].shape
-        if found != param.shape:
+        if found != layout.shape:
             raise UserError(
-                f"{path}: '{names[ours]}' is {list(found)}, but its settings make it {list(param.shape)}; "
+                f"{path}: '{names[ours]}' is {list(found)}, but its settings make it {list(layout.shape)}; "
                 "the file is damaged or of another kind"
             )

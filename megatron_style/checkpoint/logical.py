@@ -39,6 +39,12 @@ class LogicalReader:
         """One parameter, whole, in float32."""
         return self.read(name, with_state=False)["weight"]
 
+    def state(self, name: str) -> dict[str, Tensor]:
+        """The optimizer's state of one parameter, whole."""
+        found = self.read(name)
+        del found["weight"]
+        return found
+
     def read(self, name: str, *, with_state: bool = True) -> dict[str, Tensor]:
         """`weight` and the optimizer's state of one parameter, whole."""
         layout = self._manifest.parameters[name]
@@ -54,9 +60,15 @@ class LogicalReader:
 
     def loss_scaler(self) -> dict[str, Any]:
         """What fp16 training's loss scaler held; the same on every rank."""
-        state = _load(self._folder / next(iter(self._manifest.fragments)))
-        scaler = state.get("optimizer_state_dict", {}).get("loss_scaler")
+        scaler = self._any_rank().get("optimizer_state_dict", {}).get("loss_scaler")
         return {} if scaler is None else vars(scaler)
+
+    def learning_rate(self) -> float:
+        """Of the last update."""
+        return float(self._optimizer(self._any_rank())["param_groups"][0]["lr"])
+
+    def _any_rank(self) -> dict[str, Any]:
+        return _load(self._folder / next(iter(self._manifest.fragments)))
 
     def _shard(self, name: str, tensor_rank: int, with_state: bool) -> dict[str, Tensor]:
         shape = self._manifest.parameters[name].shard_shape(self._manifest.grid["tensor"])
@@ -82,14 +94,24 @@ class LogicalReader:
         match self._manifest.grid["zero"]:
             case 0:
                 weights = [state["module"][name] for name in self._manifest.parameters]
-                states = state["optimizer"]["state"]
             case 3:
                 weights = state["optimizer_state_dict"]["fp32_flat_groups"]
-                states = state["optimizer_state_dict"]["optimizer_state_dict"]["state"]
             case _:
                 weights = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-                states = state["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        states = self._optimizer(state)["state"]
         return [FlatGroup(flat, states.get(index, {})) for index, flat in enumerate(weights)]
+
+    def _optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the optimizer that ZeRO wraps."""
+        inner: dict[str, Any]
+        match self._manifest.grid["zero"]:
+            case 0:
+                inner = state["optimizer"]
+            case 3:
+                inner = state["optimizer_state_dict"]["optimizer_state_dict"]
+            case _:
+                inner = state["optimizer_state_dict"]["base_optimizer_state"]
+        return inner
 
 
 def file_of(*, zero: int, data_rank: int, tensor_rank: int) -> str:

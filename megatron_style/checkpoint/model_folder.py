@@ -1,71 +1,151 @@
-"""A model as a folder: `model.safetensors`, `config.json` and the tokenizer's file. Nothing in it is unpickled."""
+"""A form of model: a folder with `model.safetensors`, `config.json`, the tokenizer's file and, so that training can go
+on, `optimizer.safetensors`. Nothing in it is unpickled."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.folder import whole_folder
-from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, Tokenizer
-from megatron_style.model.shortformer import Shortformer
+from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
 
 CONFIG_FILE = "config.json"
-_WEIGHTS = "model.safetensors"
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_DTYPES = {torch.float32: "F32", torch.float64: "F64"}
+_OURS = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, "certificate.json"})
 
 
-def write_model(
-    folder: Path, config: ModelFolderConfig, weight: Callable[[str], Tensor], tokenizer: Tokenizer | None
-) -> None:
-    """The folder appears whole or not at all. Weights are asked for by name, one after the other."""
-    if folder.exists() and not _may_be_replaced(folder):
-        raise UserError(f"{folder}: exists and is not a model folder; choose another place for the model")
+def recognises(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file()
+
+
+def read(folder: Path) -> ModelSource:
+    config = read_config(folder)
+    parameters = parameters_of(config)
+    weights = open_tensors(folder / WEIGHTS)
+    if weights.keys() != parameters.keys():
+        odd = sorted(weights.keys() ^ parameters.keys())[0]
+        raise UserError(f"{folder / WEIGHTS}: its tensors are not those of its {CONFIG_FILE}; '{odd}' is in one only")
+    for name, layout in parameters.items():
+        if weights[name].shape != layout.shape:
+            held = list(weights[name].shape)
+            raise UserError(f"{folder / WEIGHTS}: {name} is {held}, {CONFIG_FILE} wants {list(layout.shape)}")
+    state = _read_state(folder) if config.training else None
+    tokenizer = partial(tokenizer_beside, folder / CONFIG_FILE)
+    return ModelSource(folder, config, lambda name: weights[name].get(), tokenizer, state)
+
+
+def write(folder: Path, source: ModelSource) -> None:
+    """Tensors are asked for by name, one after the other."""
+    folder.mkdir(exist_ok=True)
+    write_weights(folder / WEIGHTS, source)
+    if source.state is not None:
+        _write_state(folder / OPTIMIZER, source.config, source.state)
+    (folder / CONFIG_FILE).write_text(json.dumps(source.config.as_data(), indent=2) + "\n", encoding="utf-8")
+    if (tokenizer := source.tokenizer()) is not None:
+        tokenizer.save(folder)
+
+
+def write_whole(folder: Path, source: ModelSource) -> None:
+    """The folder appears whole or not at all."""
+    check_place(folder)
     with whole_folder(folder) as aside:
-        _write_weights(aside / _WEIGHTS, parameter_shapes(config), weight)
-        (aside / CONFIG_FILE).write_text(json.dumps(config.as_data(), indent=2) + "\n", encoding="utf-8")
-        if tokenizer is not None:
-            tokenizer.save(aside)
+        write(aside, source)
 
 
-def parameter_shapes(config: ModelFolderConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = Shortformer(config.model, config.vocab_size)
-    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+def check_place(output: Path) -> None:
+    """Empty, or a model's and nothing else's: files of somebody else must not go with an old model."""
+    if not output.exists():
+        return
+    names = {path.name for path in output.iterdir()} if output.is_dir() else {""}
+    if names and not (CONFIG_FILE in names and names <= _OURS):
+        raise UserError(f"{output}: exists and is not a model folder; choose another place for the model")
 
 
-def _write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], weight: Callable[[str], Tensor]) -> None:
-    """safetensors, float32. The library wants all tensors in memory at once; this holds one at a time."""
+def write_weights(path: Path, source: ModelSource, rename: Callable[[str], str] = str) -> None:
+    """In float32."""
+    wanted = [Entry(rename(name), layout.shape, "F32") for name, layout in parameters_of(source.config).items()]
+    write_tensors(path, wanted, (source.weight(name).float() for name in parameters_of(source.config)))
+
+
+def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], dict[str, Tensor]]) -> None:
+    wanted = [
+        Entry(f"{name}/{key}", tuple(tensor.shape), _DTYPES[tensor.dtype])
+        for name in parameters_of(config)
+        for key, tensor in state(name).items()
+    ]
+    write_tensors(path, wanted, (tensor for name in parameters_of(config) for tensor in state(name).values()))
+
+
+def _read_state(folder: Path) -> Callable[[str], dict[str, Tensor]]:
+    tensors = open_tensors(folder / OPTIMIZER)
+    return lambda wanted: {
+        key: tensor.get()
+        for (name, _, key), tensor in ((full.rpartition("/"), tensors[full]) for full in tensors)
+        if name == wanted
+    }
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        return (8 if self.dtype == "F64" else 4) * math.prod(self.shape)
+
+
+def write_tensors(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
+    """safetensors. The library wants all tensors in memory at once; this holds one at a time."""
     header, offset = {}, 0
-    for name, shape in shapes.items():
-        size = 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header).encode()
+    for entry in entries:
+        place = [offset, offset + entry.size]
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": place}
+        offset += entry.size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            tensor = weight(name).detach().float().contiguous()
-            assert tuple(tensor.shape) == shape, (name, tensor.shape, shape)
-            file.write(tensor.numpy().astype("<f4", copy=False).data)
+        for entry, tensor in zip(entries, tensors, strict=True):
+            assert tuple(tensor.shape) == entry.shape, (entry, tensor.shape)
+            content = tensor.detach().contiguous().numpy()
+            file.write(content.astype(content.dtype.newbyteorder("<"), copy=False).data)
 
 
-def _may_be_replaced(folder: Path) -> bool:
-    """Is it empty, or a model's and nothing else's? Files of somebody else must not go with an old model."""
-    if not folder.is_dir():
-        return False
-    names = {path.name for path in folder.iterdir()}
-    return not names or (CONFIG_FILE in names and names <= {_WEIGHTS, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE})
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, read when asked for."""
+
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
 
 
-def read_model_config(folder: Path) -> ModelFolderConfig:
+def open_tensors(path: Path) -> dict[str, Stored]:
+    try:
+        file = safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a whole safetensors file: {error}") from None
+    names: list[str] = file.keys()
+    return {name: Stored(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)) for name in names}
+
+
+def read_config(folder: Path) -> ModelFolderConfig:
     path = folder / CONFIG_FILE
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -85,24 +165,3 @@ def _check_vocabulary(config: ModelFolderConfig, path: Path) -> None:
             f"{path}: vocab_size is {config.vocab_size}; it must be above eos ({config.eos}) and the "
             f"cutoffs ({list(cutoffs)})"
         )
-
-
-def open_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], Tensor]:
-    """The tensors of `model.safetensors` by name, read as they are asked for; names and shapes must match exactly."""
-    path = folder / _WEIGHTS
-    try:
-        file = safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a whole safetensors file: {error}") from None
-    names: list[str] = file.keys()
-    held = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    if set(held) != set(shapes):
-        odd = sorted(set(held) ^ set(shapes))[0]
-        raise UserError(f"{path}: its tensors are not those of its {CONFIG_FILE}; '{odd}' is in one only")
-    for name, shape in shapes.items():
-        if held[name] != shape:
-            raise UserError(f"{path}: {name} is {list(held[name])}, {CONFIG_FILE} wants {list(shape)}")
-    get: Callable[[str], Tensor] = file.get_tensor
-    return get

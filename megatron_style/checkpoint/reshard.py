@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_style.checkpoint.manifest import Manifest
-from megatron_style.checkpoint.source import open_checkpoint
+from megatron_style.checkpoint.run_checkpoint import open_checkpoint
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, save_run

@@ -71,6 +71,16 @@ class ModelConfig(Section):
             )
 
 
+class TrainingState(Section):
+    """What training needs to go on, beside the weights, the optimizer's state and the step."""
+
+    optimizer: Literal["nag", "adamw"]
+    learning_rate: float = Field(ge=0)  # of the last update
+    momentum: float = Field(0.99, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    epoch: PositiveInt = 1  # which pass over the text comes next or has begun
+
+
 class ModelFolderConfig(Section):
     """`config.json` of an exported model: the model, and the shape of text it was last trained on."""
 
@@ -81,3 +91,4 @@ class ModelFolderConfig(Section):
     segment_length: PositiveInt
     cache_length: NonNegativeInt
     step: NonNegativeInt = 0
+    training: TrainingState | None = None

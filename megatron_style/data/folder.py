@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def whole_folder(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())  # mkdtemp's are private
-        _flush_to_disk(temporary)
-        _put_in_place(temporary, target)
+        put_in_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _put_in_place(new: Path, target: Path) -> None:
-    """Rename. A folder that is in the way is moved aside first, and back again if the rename fails."""
+def put_in_place(new: Path, target: Path) -> None:
+    """Rename a whole file or folder. One that is in the way is moved aside first, and back again if that fails."""
+    _flush_to_disk(new)
     if not target.exists():
         new.rename(target)
     else:
@@ -40,11 +40,10 @@ def _put_in_place(new: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def _flush_to_disk(folder: Path) -> None:
+def _flush_to_disk(new: Path) -> None:
     """A rename may reach the disk before the data does, unless the data was sent there first."""
-    for path in folder.iterdir():
+    for path in [*new.rglob("*"), new]:
         sync(path)
-    sync(folder)
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_style.checkpoint import model_folder
-from megatron_style.checkpoint.model_folder import read_model_config, write_model
+from megatron_style.checkpoint.model_folder import read_config
 from megatron_style.config.errors import UserError
 from megatron_style.data.tokenizer import BpeTokenizer, load_tokenizer
 from tests.support.tiny import (
@@ -20,6 +20,7 @@ from tests.support.tiny import (
     tiny_dictionary,
     tiny_model,
     weights_of,
+    write_model,
     write_tiny_model,
 )
 
@@ -65,7 +66,7 @@ def full_disk(*_: object) -> NoReturn:
 
 
 def test_a_crash_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_folder, "_write_weights", full_disk)
+    monkeypatch.setattr(model_folder, "write_weights", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_tiny_model(tmp_path / "model")
     assert not list(tmp_path.iterdir())
@@ -74,7 +75,7 @@ def test_a_crash_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 def test_a_crash_while_replacing_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_model(tmp_path / "model")
     before = content(tmp_path)
-    monkeypatch.setattr(model_folder, "_write_weights", full_disk)
+    monkeypatch.setattr(model_folder, "write_weights", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_tiny_model(tmp_path / "model", tiny_config("tied"))
     assert content(tmp_path) == before
@@ -109,7 +110,7 @@ def test_a_file_where_the_folder_should_be_is_left_alone(tmp_path: Path) -> None
 
 def test_an_empty_folder_is_as_good_as_none(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert write_tiny_model(tmp_path / "model") == read_model_config(tmp_path / "model")
+    assert write_tiny_model(tmp_path / "model") == read_config(tmp_path / "model")
 
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:

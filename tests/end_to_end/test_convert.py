@@ -276,5 +276,5 @@ def test_a_trap_in_a_real_process_is_one_line_without_a_traceback(here: Path) ->
 
 def test_what_is_written_holds_no_pickle(here: Path) -> None:
     assert import_into(here).code == 0
-    assert sorted(content(here / "out")) == ["config.json", "dict.txt", "model.safetensors"]
+    assert sorted(content(here / "out")) == ["certificate.json", "config.json", "dict.txt", "model.safetensors"]
     assert not zipfile.is_zipfile(here / "out" / "model.safetensors")

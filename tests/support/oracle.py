@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megatron_style.checkpoint.fairseq import read_fairseq
+from megatron_style.checkpoint import fairseq
 from megatron_style.model.shortformer import Shortformer
 
 ORACLE = Path(__file__).resolve().parents[2].parent / "shared" / "oracle"
@@ -21,16 +21,7 @@ needs_oracle = pytest.mark.skipif(
 
 
 def reference_model(checkpoint: str, dtype: torch.dtype = torch.float64) -> Shortformer:
-    imported = read_fairseq(ORACLE / "ckpt" / f"{checkpoint}.pt")
-    model = Shortformer(imported.config.model, imported.config.vocab_size).to(dtype)
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in with_tied(model, imported.weights).items()})
-    return model
-
-
-def with_tied(model: Shortformer, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict also lists the second name of a tied table."""
-    tied = {"vocabulary.output_table.weight": "vocabulary.table.weight"}
-    return weights | {name: weights[first] for name, first in tied.items() if name in model.state_dict()}
+    return fairseq.read(ORACLE / "ckpt" / f"{checkpoint}.pt").load(dtype)
 
 
 def recorded(path: str) -> Any:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_style.checkpoint.fairseq import fairseq_names
-from megatron_style.checkpoint.model_folder import write_model
-from megatron_style.checkpoint.source import open_model
+from megatron_style.checkpoint.formats import open_model
+from megatron_style.checkpoint.model_folder import write_whole
+from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.command import run_command
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer, WordDictionary
@@ -63,6 +64,12 @@ def write_tiny_model(
     weights = weights_of(tiny_model(config, torch.float32))
     write_model(folder, config, weights.__getitem__, tokenizer or tiny_dictionary())
     return config
+
+
+def write_model(
+    folder: Path, config: ModelFolderConfig, weight: Callable[[str], Tensor], tokenizer: Tokenizer | None
+) -> None:
+    write_whole(folder, ModelSource(folder, config, weight, lambda: tokenizer))
 
 
 def fairseq_state(kind: str = "adaptive", **settings: Any) -> dict[str, Any]:

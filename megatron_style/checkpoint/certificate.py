@@ -1,0 +1,161 @@
+"""What a conversion proves about itself: both sides hold the same tensors, and say the same about a fixed text."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megatron_style import __version__
+from megatron_style.checkpoint.source import ModelSource, parameters_of
+from megatron_style.config.errors import UserError
+from megatron_style.config.model import ModelFolderConfig
+from megatron_style.model.block import Block
+from megatron_style.model.cache import SegmentCache
+from megatron_style.model.positions import sinusoids
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.sharding import layout_of, tag
+from megatron_style.parallel.topology import Axis
+
+FILE = "certificate.json"
+TOLERANCE = 1e-9  # nats; all is computed in float64, so only a real difference is larger
+_SEGMENT = 128  # of the fixed text, at most
+Nll = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    source: str
+    source_digest: str
+    output_digest: str
+    tensors: int
+    largest_weight_difference: float
+    largest_nll_difference: float  # nats, over the tokens of the fixed text
+    tokens: int  # of the fixed text
+    tolerance: float
+    computed_by: str  # whose code scored the output
+    versions: dict[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Never true of a difference that is not a number."""
+        differences = (self.largest_weight_difference, self.largest_nll_difference)
+        return all(difference <= self.tolerance for difference in differences)
+
+    def as_data(self) -> dict[str, object]:
+        return {"passed": self.passed, **asdict(self)}
+
+
+def certify(
+    source: ModelSource,
+    output: ModelSource,
+    *,
+    tolerance: float = TOLERANCE,
+    scorer: Callable[[Tensor], Nll] | None = None,
+    computed_by: str = "megatron_style",
+) -> Certificate:
+    """`scorer`: the output's own code, where it has any."""
+    check_same_shapes(source, output)
+    text = fixed_text(source.config)
+    theirs = scorer(text) if scorer else streamed_nll(output, text)
+    return Certificate(
+        source=str(source.path),
+        source_digest=source.digest(),
+        output_digest=output.digest(),
+        tensors=len(parameters_of(source.config)),
+        largest_weight_difference=_largest_weight_difference(source, output),
+        largest_nll_difference=float(np.abs(streamed_nll(source, text) - theirs).max()),
+        tokens=len(text) - 1,
+        tolerance=tolerance,
+        computed_by=computed_by,
+        versions={
+            "python": platform.python_version(),
+            "megatron_style": __version__,
+            "torch": torch.__version__,
+            "safetensors": version("safetensors"),
+        },
+    )
+
+
+def check_same_shapes(first: ModelSource, second: ModelSource) -> None:
+    shapes, others = (
+        {name: layout.shape for name, layout in parameters_of(source.config).items()} for source in (first, second)
+    )
+    for name in sorted(shapes.keys() | others.keys()):
+        if shapes.get(name) != others.get(name):
+            raise UserError(
+                f"{first.path} and {second.path} are of different models: {name} is {shapes.get(name)} in one and "
+                f"{others.get(name)} in the other"
+            )
+
+
+def _largest_weight_difference(first: ModelSource, second: ModelSource) -> float:
+    names = parameters_of(first.config)
+    return max(float((first.weight(name).float() - second.weight(name).float()).abs().max()) for name in names)
+
+
+def segment_of(config: ModelFolderConfig) -> int:
+    """How the fixed text is cut."""
+    return min(config.segment_length, _SEGMENT)
+
+
+def fixed_text(config: ModelFolderConfig) -> Tensor:
+    """Three segments of random tokens and one token more, the same for every model of this vocabulary."""
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, 3 * segment_of(config) + 1)
+    return torch.from_numpy(ids)
+
+
+@torch.no_grad()
+def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
+    """Of each token but the first, in float64. Layer by layer over the whole text: no more of the model is in memory
+    at any time than one block, or the vocabulary."""
+    config, length = source.config, segment_of(source.config)
+    with torch.device("meta"):
+        model = Shortformer(config.model, config.vocab_size)
+    inputs, targets = text[None, :-1].split(length, 1), text[1:].split(length)
+    with _materialised(model.vocabulary, "vocabulary", source):
+        segments = [model.vocabulary.embed(ids) * config.model.hidden_size**0.5 for ids in inputs]
+    if config.model.positions == "added":
+        segments = [x + sinusoids(x.shape[1], x.shape[2]) for x in segments]
+    for index, block in enumerate(model.blocks):
+        with _materialised(block, f"blocks.{index}", source):
+            segments = list(_through(cast(Block, block), segments, config))
+    with _materialised(model.vocabulary, "vocabulary", source):
+        nll = [model.vocabulary.nll(x[0], wanted, None) for x, wanted in zip(segments, targets, strict=True)]
+    return torch.cat(nll).numpy()
+
+
+def _through(block: Block, segments: Sequence[Tensor], config: ModelFolderConfig) -> Iterator[Tensor]:
+    """What a block needs of the segment before is what it has seen there itself."""
+    cache = SegmentCache((segments[0][:, :0],), min(config.cache_length, segment_of(config)))
+    for x in segments:
+        pos = sinusoids(cache.length + x.shape[1], x.shape[2]).to(x) if config.model.positions == "infused" else None
+        y, seen = block(x, cache.layers[0], pos, None)
+        cache = cache.advance([seen])
+        yield y
+
+
+@contextmanager
+def _materialised(module: nn.Module, prefix: str, source: ModelSource) -> Iterator[None]:
+    """A module of a model without weights has its own for a while."""
+    hollow = [
+        (owner, leaf, param, ".".join(filter(None, (prefix, path, leaf))))
+        for path, owner in module.named_modules()
+        for leaf, param in owner.named_parameters(recurse=False)
+    ]
+    for owner, leaf, param, name in hollow:
+        weight = nn.Parameter(source.weight(name).double(), requires_grad=False)
+        setattr(owner, leaf, tag(weight, layout_of(param), Axis()))
+    try:
+        yield
+    finally:
+        for owner, leaf, param, _ in hollow:
+            setattr(owner, leaf, param)

@@ -1,0 +1,76 @@
+"""A form of model: a training checkpoint of any grid. Read only; `train` writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_style.checkpoint.logical import LogicalReader
+from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, read_manifest
+from megatron_style.checkpoint.source import ModelSource
+from megatron_style.config.errors import UserError
+from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.run import RunConfig
+from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.schedule.stages import resolve_stage
+
+
+def recognises(path: Path) -> bool:
+    """A run's folder, its `checkpoints` folder, or one `global_stepN`."""
+    return _find(path) is not None
+
+
+def read(path: Path) -> ModelSource:
+    folder, manifest = open_checkpoint(path)
+    run = RunConfig.parse(manifest.run, source=str(folder))
+    reader = LogicalReader(folder, manifest)
+
+    return ModelSource(
+        folder,
+        _config(run, manifest, reader.learning_rate()),
+        reader.weight,
+        lambda: tokenizer_beside(run.data.train),
+        reader.state,
+    )
+
+
+def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """Checked byte by byte: a damaged checkpoint is never read in part."""
+    folder = _find(path)
+    if folder is None:
+        raise UserError(f"{path}: neither a run nor a checkpoint (with {FILE})")
+    try:
+        manifest = read_manifest(folder)
+        for name, (size, digest) in manifest.files.items():
+            check_file(folder, name, size, digest)
+    except Damaged as damage:
+        raise UserError(f"{folder}: is not whole: {damage}") from None
+    return folder, manifest
+
+
+def _find(path: Path) -> Path | None:
+    if (path / FILE).is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        latest = folder / "latest"
+        if latest.is_file():
+            return folder / latest.read_text(encoding="utf-8").strip()
+    return None
+
+
+def _config(run: RunConfig, manifest: Manifest, learning_rate: float) -> ModelFolderConfig:
+    last = resolve_stage(run, len(run.stages) - 1)
+    data = {
+        "model": run.model.as_data(),
+        "vocab_size": manifest.vocab_size,
+        "segment_length": last.segment_length,
+        "cache_length": last.cache_length,
+        "step": manifest.step,
+        "training": {
+            "optimizer": run.optimizer.name or "nag",
+            "learning_rate": learning_rate,
+            "momentum": run.optimizer.momentum,
+            "weight_decay": run.optimizer.weight_decay,
+            "epoch": 1 + manifest.tokens // manifest.corpus_tokens,
+        },
+    }
+    return ModelFolderConfig.parse(data, source=str(manifest.run["output"]["path"]))

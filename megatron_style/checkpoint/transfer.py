@@ -1,0 +1,53 @@
+"""From one form to another, with proof: what was written is read back and compared before it gets its name."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from megatron_style.checkpoint.certificate import FILE, Certificate, certify
+from megatron_style.checkpoint.model_folder import check_place
+from megatron_style.checkpoint.source import ModelSource
+from megatron_style.config.errors import RunFailed
+from megatron_style.data.folder import put_in_place
+
+
+class Format(Protocol):
+    """A form of model that can be written. Modules of this folder are such."""
+
+    def read(self, path: Path) -> ModelSource:
+        """Whole tensors by name, each read when it is asked for."""
+
+    def write(self, path: Path, source: ModelSource) -> None:
+        """As a folder or a file of that name, which is not there yet; one tensor in memory at a time."""
+
+
+def transfer(
+    source: ModelSource,
+    form: Format,
+    output: Path,
+    certifier: Callable[[ModelSource, ModelSource], Certificate] = certify,
+) -> Certificate:
+    """The certificate lies in the output's folder, or beside its file."""
+    check_place(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as directory:
+        written = Path(directory) / output.name
+        form.write(written, source)
+        certificate = certifier(source, form.read(written))
+        text = json.dumps(certificate.as_data(), indent=2) + "\n"
+        target = output if certificate.passed else output.with_name(f"{output.name}.failed")
+        if written.is_dir():
+            (written / FILE).write_text(text, encoding="utf-8")
+        put_in_place(written, target)
+        if not target.is_dir():
+            target.with_name(f"{target.name}.{FILE}").write_text(text, encoding="utf-8")
+    if not certificate.passed:
+        raise RunFailed(
+            f"{target}: differs from {source.path} by {certificate.largest_nll_difference:.2g} nats and "
+            f"{certificate.largest_weight_difference:.2g} in a weight, above the tolerance of {certificate.tolerance:g}"
+        )
+    return certificate
