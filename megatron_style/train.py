@@ -13,7 +13,8 @@ import torch
 
 from megatron_style.checkpoint.model_folder import write_whole
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.checkpoint.store import CheckpointStore, Progress
+from megatron_style.checkpoint.start import Progress
+from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.command import command_parser, run_command
 from megatron_style.config.errors import Stopped
 from megatron_style.config.model import ModelFolderConfig

@@ -85,7 +85,7 @@ class LogicalReader:
                         shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
                         continue
                     whole = shard.setdefault(key, torch.empty(shape))
-                    part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
+                    part = flat.detach().view(-1)[fragment.start : fragment.start + fragment.count]
                     whole.view(-1)[fragment.offset : fragment.offset + fragment.count] = part
         return shard
 

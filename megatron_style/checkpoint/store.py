@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from megatron_style.checkpoint.logical import LogicalReader, file_of
 from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, digest_of, read_manifest
+from megatron_style.checkpoint.start import Progress, Start, check_same_model
 from megatron_style.config.command import log
 from megatron_style.config.errors import RunFailed, UserError
 from megatron_style.config.run import RunConfig
@@ -35,18 +36,15 @@ from megatron_style.schedule.stages import Stage, StageSchedule
 _PREFIX, _ASIDE, _REMOVED = "global_step", ".partial", ".removed"
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a resumed run needs beside weights and optimizer state: the next step, and one cache per micro-batch."""
-
-    step: int = 0
-    caches: tuple[SegmentCache, ...] = ()
-
-
 class CheckpointStore:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
         self._run, self._topology = run, topology
         self._folder = run.output.path / "checkpoints"
+
+    @cached_property
+    def _start(self) -> Start | None:
+        """Looked at only by a run without checkpoints of its own."""
+        return Start(self._run, is_first=self._topology.is_first) if self._run.start else None
 
     def newest(self) -> Manifest | None:
         """The newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
@@ -63,9 +61,10 @@ class CheckpointStore:
 
     def history(self, manifest: Manifest | None) -> tuple[tuple[int, int], ...]:
         """Of the schedule: what the grids before wrote, and a new entry when an update has another size now."""
-        if manifest is None:
-            return ()
         tokens = self._run.data.tokens_per_batch * self._topology.data.size
+        if manifest is None:
+            first = self._start.step if self._start else 0
+            return ((0, tokens), (first, tokens)) if first else ()  # it has no caches, so it opens its lanes
         if manifest.history[-1][1] == tokens:
             return manifest.history
         if self._topology.is_first:
@@ -77,9 +76,10 @@ class CheckpointStore:
     ) -> Progress:
         """Of a checkpoint of this run, or of one in another folder."""
         if manifest is None:
-            return Progress()
+            return self._start.load(engine, schedule) if self._start else Progress()
         folder = folder or self._folder / f"{_PREFIX}{manifest.step}"
-        check_same_model(manifest, self._run, engine, folder)
+        check_same_model(manifest.run["model"], manifest.vocab_size, engine, folder)
+        _check_same_optimizer(manifest, self._run, folder)
         if manifest.step > schedule.total_steps or schedule.place_of(manifest.step) != manifest.place:
             raise UserError(
                 f"{folder}: with these stages and data its {manifest.step} steps would have read other text, so going "
@@ -232,17 +232,7 @@ def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
     return {"data": topology.data.size, "tensor": topology.tensor.size, "zero": engine.zero_stage}
 
 
-def check_same_model(manifest: Manifest, run: RunConfig, engine: TrainingEngine, folder: Path) -> None:
-    """A checkpoint of something else is refused with what differs."""
-    theirs, ours = manifest.run["model"], run.model.as_data()
-    for key in ours:
-        if key != "dropout" and theirs.get(key) != ours[key]:
-            raise UserError(f"{folder}: is of another model: its model.{key} is {theirs.get(key)}, not {ours[key]}")
-    if manifest.vocab_size != engine.model.vocab_size:
-        raise UserError(
-            f"{folder}: is of another corpus: its vocabulary has {manifest.vocab_size} tokens, "
-            f"not {engine.model.vocab_size}"
-        )
+def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> None:
     if (manifest.run["optimizer"]["name"] or "nag") != (run.optimizer.name or "nag"):
         raise UserError(
             f"{folder}: was trained with {manifest.run['optimizer']['name'] or 'nag'}; its state is of no use to "

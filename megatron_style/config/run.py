@@ -105,6 +105,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     output: OutputConfig
     deepspeed: Path | None = None
+    start: Path | None = None  # a model, in any form, to begin with: weights, and step and optimizer if it has them
     seed: NonNegativeInt = 1
 
     @model_validator(mode="after")
