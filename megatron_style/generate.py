@@ -129,7 +129,9 @@ def check_text(text: str, where: str) -> None:
 def find_tokenizer(source: ModelSource) -> Tokenizer:
     tokenizer = source.tokenizer()
     if tokenizer is None:
-        raise UserError(f"{source.path}: was trained on token ids without a tokenizer, so there is no text to generate")
+        raise UserError(
+            f"{source.path}: has no tokenizer (dict.txt or tokenizer.json), so there is no text to generate"
+        )
     if tokenizer.vocab_size != source.config.vocab_size:
         raise UserError(
             f"{source.path}: its tokenizer makes {tokenizer.vocab_size} ids, but the model knows "
