@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_style.checkpoint import fairseq, model_folder
+from megatron_style.checkpoint import fairseq, model_folder, run_checkpoint
 from megatron_style.checkpoint.certificate import Certificate, certify
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.checkpoint.transfer import transfer
+from megatron_style.checkpoint.transfer import deliver, transfer
 from megatron_style.config.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
 from megatron_style.data.tokenizer import WordDictionary
@@ -114,8 +114,11 @@ def reshard_checkpoint(args: argparse.Namespace) -> Result:
         os.execve(sys.executable, sys.orig_argv, os.environ | {"DS_ACCELERATOR": "cpu"})
     from megatron_style.checkpoint.reshard import reshard  # the one kind that needs DeepSpeed, which is slow to import
 
-    step = reshard(args.checkpoint, args.output, tensor=args.tensor, data=args.data)
-    return {"output": str(args.output), "step": step, "tensor": args.tensor, "data": args.data}
+    reshard(args.checkpoint, args.output, tensor=args.tensor, data=args.data)
+    source = run_checkpoint.read(args.checkpoint)
+    certificate = certify(source, run_checkpoint.read(args.output))
+    deliver(args.output, certificate, args.output)
+    return {**_summary(args.output, source, certificate), "tensor": args.tensor, "data": args.data}
 
 
 def verify(args: argparse.Namespace) -> Result:

@@ -16,8 +16,8 @@ from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 
 
-def reshard(path: Path, output: Path, *, tensor: int, data: int) -> int:
-    """Write `output` as a run's folder that holds this one checkpoint. Gives its step."""
+def reshard(path: Path, output: Path, *, tensor: int, data: int) -> None:
+    """Write `output` as a run's folder that holds this one checkpoint."""
     if output.exists() and any(output.iterdir()):
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder")
     folder, manifest = open_checkpoint(path)
@@ -34,7 +34,6 @@ def reshard(path: Path, output: Path, *, tensor: int, data: int) -> int:
     (output / "ds_config.json").write_text(json.dumps(manifest.ds_config, indent=2) + "\n", encoding="utf-8")
     run_ranks(tensor * data, _write_rank, run, folder, manifest)
     save_run(run, output / "run.yaml")
-    return manifest.step
 
 
 def _write_rank(run: RunConfig, folder: Path, manifest: Manifest) -> None:

@@ -38,16 +38,22 @@ def transfer(
         written = Path(directory) / output.name
         form.write(written, source)
         certificate = certifier(source, form.read(written))
-        text = json.dumps(certificate.as_data(), indent=2) + "\n"
-        target = output if certificate.passed else output.with_name(f"{output.name}.failed")
-        if written.is_dir():
-            (written / FILE).write_text(text, encoding="utf-8")
+        deliver(written, certificate, output)
+    return certificate
+
+
+def deliver(written: Path, certificate: Certificate, output: Path) -> None:
+    """Give it the name it was meant for, or, if it is not what it should be, one that says so."""
+    target = output if certificate.passed else output.with_name(f"{output.name}.failed")
+    text = json.dumps(certificate.as_data(), indent=2) + "\n"
+    if written.is_dir():
+        (written / FILE).write_text(text, encoding="utf-8")
+    if written != target:
         put_in_place(written, target)
-        if not target.is_dir():
-            target.with_name(f"{target.name}.{FILE}").write_text(text, encoding="utf-8")
+    if not target.is_dir():
+        target.with_name(f"{target.name}.{FILE}").write_text(text, encoding="utf-8")
     if not certificate.passed:
         raise RunFailed(
-            f"{target}: differs from {source.path} by {certificate.largest_nll_difference:.2g} nats and "
+            f"{target}: differs from {certificate.source} by {certificate.largest_nll_difference:.2g} nats and "
             f"{certificate.largest_weight_difference:.2g} in a weight, above the tolerance of {certificate.tolerance:g}"
         )
-    return certificate
