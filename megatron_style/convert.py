@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_style.checkpoint import fairseq, model_folder, run_checkpoint
+from megatron_style.checkpoint import fairseq, huggingface, model_folder, run_checkpoint
 from megatron_style.checkpoint.certificate import Certificate, certify
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.source import ModelSource, parameters_of
@@ -63,6 +63,10 @@ def parse_args() -> argparse.Namespace:
     outgoing.add_argument("model", type=Path, metavar="MODEL")
     outgoing.add_argument("--output", type=Path, required=True, metavar="FILE.pt")
 
+    hub = add("export-hf", export_huggingface, "-> a folder that transformers loads (AutoModelForCausalLM)")
+    hub.add_argument("model", type=Path, metavar="MODEL")
+    hub.add_argument("--output", type=Path, required=True, metavar="DIR")
+
     again = add(
         "reshard", reshard_checkpoint, "a training checkpoint -> one for another grid (`train` can do it itself)"
     )
@@ -104,6 +108,12 @@ def export_model(args: argparse.Namespace) -> Result:
 def export_fairseq(args: argparse.Namespace) -> Result:
     source = open_model(args.model)
     return _summary(args.output, source, transfer(source, fairseq, args.output))
+
+
+def export_huggingface(args: argparse.Namespace) -> Result:
+    source = open_model(args.model).without_optimizer()
+    certificate = transfer(source, huggingface, args.output, huggingface.certify_export)
+    return _summary(args.output, source, certificate) | {"computed_by": certificate.computed_by}
 
 
 def reshard_checkpoint(args: argparse.Namespace) -> Result:

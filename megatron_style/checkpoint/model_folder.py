@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +25,9 @@ from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
 CONFIG_FILE = "config.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
-_OURS = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, "certificate.json"})
+_OURS = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, "certificate.json"}) | frozenset(
+    {"modeling_shortformer.py", "generation_config.json", "tokenizer_config.json"}  # in the form for transformers
+)
 
 
 def recognises(path: Path) -> bool:
@@ -33,6 +36,13 @@ def recognises(path: Path) -> bool:
 
 def read(folder: Path) -> ModelSource:
     config = read_config(folder)
+    state = _read_state(folder) if config.training else None
+    tokenizer = partial(tokenizer_beside, folder / CONFIG_FILE)
+    return ModelSource(folder, config, open_weights(folder, config), tokenizer, state)
+
+
+def open_weights(folder: Path, config: ModelFolderConfig) -> Callable[[str], Tensor]:
+    """By name, each read when it is asked for; their names and shapes are checked at once."""
     parameters = parameters_of(config)
     weights = open_tensors(folder / WEIGHTS)
     if weights.keys() != parameters.keys():
@@ -42,9 +52,7 @@ def read(folder: Path) -> ModelSource:
         if weights[name].shape != layout.shape:
             held = list(weights[name].shape)
             raise UserError(f"{folder / WEIGHTS}: {name} is {held}, {CONFIG_FILE} wants {list(layout.shape)}")
-    state = _read_state(folder) if config.training else None
-    tokenizer = partial(tokenizer_beside, folder / CONFIG_FILE)
-    return ModelSource(folder, config, lambda name: weights[name].get(), tokenizer, state)
+    return lambda name: weights[name].get()
 
 
 def write(folder: Path, source: ModelSource) -> None:
@@ -147,18 +155,22 @@ def open_tensors(path: Path) -> dict[str, Stored]:
 
 def read_config(folder: Path) -> ModelFolderConfig:
     path = folder / CONFIG_FILE
+    config = ModelFolderConfig.parse(read_settings(folder), source=str(path))
+    check_vocabulary(config, path)
+    return config
+
+
+def read_settings(folder: Path) -> Any:
+    path = folder / CONFIG_FILE
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: no {CONFIG_FILE} in it; a folder of `convert` or of a run is expected") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
-    config = ModelFolderConfig.parse(data, source=str(path))
-    _check_vocabulary(config, path)
-    return config
 
 
-def _check_vocabulary(config: ModelFolderConfig, path: Path) -> None:
+def check_vocabulary(config: ModelFolderConfig, path: Path) -> None:
     cutoffs = config.model.vocabulary.cutoffs
     if max(config.eos, *cutoffs, 0) >= config.vocab_size:
         raise UserError(

@@ -7,7 +7,7 @@ Both keep the same four specials in front, and close every line, blank ones too,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,9 +170,10 @@ class BpeTokenizer(Tokenizer):
         return BpeTokenizer(_renumbered(self._model, [*SPECIALS, *ordinary]))
 
     @classmethod
-    def load(cls, path: Path) -> BpeTokenizer:
+    def load(cls, path: Path, convert: Callable[[str], str] = str) -> BpeTokenizer:
+        """`convert` makes the content of `save` from that of another form."""
         try:
-            model = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            model = tokenizers.Tokenizer.from_str(convert(path.read_text(encoding="utf-8")))
         except OSError:
             raise
         except Exception as error:  # the library raises bare Exception for a file it cannot read

@@ -15,6 +15,7 @@ ONLY_IN = {
     "yaml": {"config"},
     "pydantic": {"config"},
     "mpi4py": {"data", "runtime"},
+    "transformers": {"checkpoint"},
 }
 TORCH_STARTS_AT = "parallel"
 MODULES = sorted(PACKAGE.rglob("*.py"))

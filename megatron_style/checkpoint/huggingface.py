@@ -1,0 +1,120 @@
+"""A form of model: a folder for the transformers library, with weights, settings, tokenizer and the code that computes
+it. `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` needs nothing of this project.
+
+Its `generate` does not stop at a line end, since a text here has many: `generation_config.json` names no end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_style.checkpoint.certificate import Certificate, Nll, certify, segment_of
+from megatron_style.checkpoint.huggingface_tokenizer import read_tokenizer, write_tokenizer
+from megatron_style.checkpoint.model_folder import (
+    CONFIG_FILE,
+    WEIGHTS,
+    check_vocabulary,
+    open_weights,
+    read_settings,
+    write_weights,
+)
+from megatron_style.checkpoint.source import ModelSource
+from megatron_style.config.errors import UserError
+from megatron_style.config.model import ModelConfig, ModelFolderConfig
+from megatron_style.data.tokenizer import PAD
+
+MODEL_TYPE = "shortformer"
+CODE_FILE, GENERATION_FILE = "modeling_shortformer.py", "generation_config.json"
+_BESIDE_MODEL = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # named as here
+_SCORED_AT_ONCE = 32  # tokens: each has a float64 for every token of the vocabulary
+
+
+def recognises(path: Path) -> bool:
+    try:
+        settings = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and settings.get("model_type") == MODEL_TYPE
+
+
+def read(folder: Path) -> ModelSource:
+    path = folder / CONFIG_FILE
+    settings = read_settings(folder)
+    for key in sorted(_BESIDE_MODEL | set(ModelConfig.model_fields) | {"eos_token_id"}):
+        if key not in settings:
+            raise UserError(f"{path}: lacks '{key}', so it is not a whole export of `convert export-hf`")
+    model = {key: settings[key] for key in ModelConfig.model_fields}
+    data = {key: settings[key] for key in _BESIDE_MODEL} | {"model": model, "eos": settings["eos_token_id"]}
+    config = ModelFolderConfig.parse(data, source=str(path))
+    check_vocabulary(config, path)
+    return ModelSource(folder, config, open_weights(folder, config), partial(read_tokenizer, folder))
+
+
+def write(folder: Path, source: ModelSource) -> None:
+    """Weights only: the library has no place for an optimizer of ours."""
+    folder.mkdir(exist_ok=True)
+    write_weights(folder / WEIGHTS, source)
+    tokens = {"bos_token_id": source.config.eos}  # a text begins as if a line had just ended
+    if (tokenizer := source.tokenizer()) is not None:
+        write_tokenizer(folder, tokenizer)
+        tokens["pad_token_id"] = PAD
+    _write_json(folder / GENERATION_FILE, tokens)
+    _write_json(folder / CONFIG_FILE, _settings(source.config) | tokens)
+    shutil.copyfile(Path(__file__).with_name(CODE_FILE), folder / CODE_FILE)
+
+
+def _settings(config: ModelFolderConfig) -> dict[str, Any]:
+    module = CODE_FILE.removesuffix(".py")
+    code = {"AutoConfig": "ShortformerConfig", "AutoModelForCausalLM": "ShortformerForCausalLM"}
+    data = config.as_data()
+    return {
+        "model_type": MODEL_TYPE,
+        "architectures": [code["AutoModelForCausalLM"]],
+        "auto_map": {kind: f"{module}.{name}" for kind, name in code.items()},
+        "dtype": "float32",
+        "eos_token_id": config.eos,
+        **data["model"],
+        **{key: data[key] for key in sorted(_BESIDE_MODEL)},
+    }
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def certify_export(source: ModelSource, output: ModelSource) -> Certificate:
+    """By the code that lies in the folder, where the library is installed."""
+    try:
+        from megatron_style.checkpoint.modeling_shortformer import ShortformerForCausalLM
+    except ImportError:
+        how = "megatron_style; transformers cannot be imported, so the folder's own code was not run"
+        return certify(source, output, computed_by=how)
+    scorer = _scorer(ShortformerForCausalLM, output)
+    return certify(source, output, scorer=scorer, computed_by=f"transformers {version('transformers')}")
+
+
+def _scorer(code: Any, output: ModelSource) -> Callable[[Tensor], Nll]:
+    """The fixed text is cut as on the other side."""
+    segment = segment_of(output.config)
+    cut = {"segment_length": segment, "cache_length": min(output.config.cache_length, segment)}
+    model = code.from_pretrained(output.path, dtype=torch.float64, **cut)
+
+    @torch.no_grad()
+    def score(text: Tensor) -> Nll:
+        nll, past = [], None
+        for ids, wanted in zip(text[:-1].split(_SCORED_AT_ONCE), text[1:].split(_SCORED_AT_ONCE), strict=True):
+            out = model(ids[None], past_key_values=past)
+            past = out.past_key_values
+            nll.append(-out.logits[0].log_softmax(-1).gather(1, wanted[:, None])[:, 0])
+        return torch.cat(nll).numpy()
+
+    return score
