@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_style.config.errors import UserError
-from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, WordDictionary, load_tokenizer
+from megatron_style.data.tokenizer import SPECIALS, BpeTokenizer, Tokenizer, WordDictionary, load_tokenizer
 from tests.support.oracle import ORACLE, needs_oracle
 
-words_of_text = st.text(st.characters(exclude_categories=("Z", "C")), min_size=1, max_size=6)
+words_of_text = st.text(st.characters(exclude_categories=("Z", "C")), min_size=1, max_size=6).filter(
+    lambda word: word not in SPECIALS
+)
 one_line = st.text(st.characters(exclude_characters="\n", exclude_categories=("Cs",)), max_size=60)
 
 
