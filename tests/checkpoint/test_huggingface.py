@@ -119,8 +119,8 @@ def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
 
 def our_greedy(config: ModelFolderConfig, prompt: list[int], tokens: int) -> list[int]:
     lengths = {"segment_length": config.segment_length, "cache_length": config.cache_length}
-    stream = generate(our_model(config), prompt, Sampler(temperature=0), **lengths, eos=EOS, seed=1)
-    return list(islice(stream, tokens))
+    stream = generate(our_model(config), [prompt], Sampler(temperature=0), **lengths, eos=EOS, seed=1)
+    return [token for (token,) in islice(stream, tokens)]
 
 
 def assert_close(found: Tensor, wanted: Tensor) -> None:
