@@ -1,105 +1,180 @@
-"""What a token costs, as ratios measured side by side in one run.
+"""What a token costs, as ratios measured side by side in one run, each beside the mark it is held against.
 
-    python benchmarks/inference.py [--layers 6] [--hidden 512] [--length 512] [--tokens 60]
+    python benchmarks/inference.py [--layers 6] [--hidden 512] [--length 512] [--rounds 20] [--json]
 
-Batch 1 on the CPU. Token by token with the cache, against encoding the window anew for every token (stride 1, the same
-model without cache), against a bare matrix-vector product over the same parameters, and far into the text.
+On this machine's CPU, with as many threads as torch takes. The two sides of a ratio take turns, so that whatever else
+runs here slows both; a ratio is the median of its rounds. Batching of windows is measured with the model and with a
+tiny one: it saves calls, not arithmetic, and one window of a larger model already keeps a CPU busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import cast
 
 import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.inference.decoder import Decoder
+from megatron_style.inference.perplexity import Protocol, score
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.model.vocabulary import AdaptiveVocabulary
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
 
-VOCAB_SIZE = 20_000
+WINDOW, STRIDE = 128, 32  # tokens, of what is batched
+Work = Callable[[], int]  # says how many tokens it has done
 
 
-def make_model(layers: int, hidden: int) -> Shortformer:
+@dataclass(frozen=True)
+class Result:
+    name: str
+    milliseconds: tuple[float, float]  # a token, of either side
+    ratio: float
+    mark: str
+    met: bool
+
+
+def compare(name: str, one: Work, other: Work, rounds: int, *, least: float = 0, most: float = float("inf")) -> Result:
+    """How many times as long a token of `one` takes as a token of `other`."""
+    one(), other()
+    pairs = [(seconds_a_token(one), seconds_a_token(other)) for _ in range(rounds)]
+    first, second = (1000 * statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    mark = f"at least {least}" if least else f"at most {most}"
+    return Result(name, (first, second), ratio, mark, met=least <= ratio <= most)
+
+
+def seconds_a_token(work: Work) -> float:
+    begin = time.perf_counter()
+    tokens = work()
+    return (time.perf_counter() - begin) / tokens
+
+
+def make_model(layers: int, hidden: int, frequent: int = 5_000) -> Shortformer:
     data = {
         "layers": layers,
         "hidden_size": hidden,
-        "heads": 8,
+        "heads": max(1, hidden // 64),
         "ffn_size": 4 * hidden,
-        "vocabulary": {"kind": "adaptive", "cutoffs": [5_000]},
+        "vocabulary": {"kind": "adaptive", "cutoffs": [frequent]},
     }
-    model = Shortformer(ModelConfig.parse(data, source="benchmark"), VOCAB_SIZE)
+    model = Shortformer(ModelConfig.parse(data, source="benchmark"), 4 * frequent)
     initialise(model, 1, Axis())
     return model
 
 
-def seconds_of(body: Callable[[], object], times: int) -> float:
-    """The median of single calls."""
-    found = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        body()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+def text_of(tokens: int) -> torch.Tensor:
+    """Of the 500 most frequent."""
+    return torch.randint(0, 500, (tokens,), generator=torch.Generator().manual_seed(0))
+
+
+def walk_from(model: Shortformer, place: int, length: int, tokens: int) -> Work:
+    """Some tokens at a time, one by one, behind a text that ends at this place."""
+    decoder = Decoder(model, rows=1, segment_length=length, cache_length=length)
+    decoder.read(text := text_of(place))
+    following = itertools.cycle(text.split(1))
+
+    def work() -> int:
+        for token in itertools.islice(following, tokens):
+            model.vocabulary.nll(decoder.step(token), token, None)
+        return tokens
+
+    return work
+
+
+def window_anew(model: Shortformer, length: int) -> Work:
+    """One token at the end of a window that is encoded for it alone."""
+    ids = text_of(length)[None]
+
+    def work() -> int:
+        model(ids, ids[:, -1:], model.empty_cache(1, 0))
+        return 1
+
+    return work
+
+
+def weights_once(model: Shortformer) -> Work:
+    """Bare products with what a frequent token needs: the weights of the blocks and the first band."""
+    weights = [param for param in model.blocks.parameters() if param.dim() == 2]
+    weights.append(cast(AdaptiveVocabulary, model.vocabulary).bands[0].table.weight)
+    vectors = [torch.randn(weight.shape[1]) for weight in weights]
+
+    def work() -> int:
+        for weight, vector in zip(weights, vectors, strict=True):
+            torch.mv(weight, vector)
+        return 1
+
+    return work
+
+
+def forward_pass(model: Shortformer, rows: int) -> Work:
+    ids = text_of(rows * WINDOW).view(rows, WINDOW)
+
+    def work() -> int:
+        model(ids, ids, model.empty_cache(rows, 0))
+        return ids.numel()
+
+    return work
+
+
+def evaluation(model: Shortformer, protocol: Protocol, windows: int) -> Work:
+    text = text_of(WINDOW + (windows - 1) * (protocol.stride or WINDOW)).numpy()
+    return lambda: len(score(model, text, protocol, eos=2).nll)
+
+
+def batching(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
+    alone, together = (
+        evaluation(model, Protocol("sliding", WINDOW, batch_rows=n, stride=STRIDE), 1 + 4 * rows) for n in (1, rows)
+    )
+    return compare(f"sliding, {name}: batch 1 / {rows}", alone, together, rounds, least=3)
 
 
 @torch.no_grad()
-def measure(layers: int, hidden: int, length: int, tokens: int) -> dict[str, float]:
+def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Result]:
     model = make_model(layers, hidden)
-    ids = torch.randint(0, 5_000, (1, 20 * length), generator=torch.Generator().manual_seed(0))
-    target = torch.tensor([7])
-
-    def next_token(features: torch.Tensor) -> None:
-        model.vocabulary.nll(features, target, None)
-
-    def window() -> None:
-        next_token(model.features(ids[:, :length], model.empty_cache(1, 0))[0][0, -1:])
-
-    def walk_from(position: int) -> Callable[[], None]:
-        decoder = Decoder(model, rows=1, segment_length=length, cache_length=length)
-        for segment in ids[:, :position].split(length, 1):
-            decoder.feed(segment)
-        following = itertools.count(position)
-        return lambda: next_token(decoder.feed(ids[:, (place := next(following)) : place + 1])[0])
-
-    # The adaptive head reads its first band; the rest of the parameters is read once by a token.
-    weights = [param for param in model.blocks.parameters() if param.dim() == 2]
-    weights.append(model.vocabulary.bands[0].table.weight)
-    vectors = [torch.randn(weight.shape[1]) for weight in weights]
-
-    def bare() -> None:
-        for weight, vector in zip(weights, vectors, strict=True):
-            torch.mv(weight, vector)
-
-    half = length // 2  # the context is as long at both places
-    early, late = walk_from(2 * length - tokens - half), walk_from(18 * length - tokens - half)
-    return {
-        "window": seconds_of(window, max(3, tokens // 10)),
-        "early": seconds_of(early, tokens),
-        "late": seconds_of(late, tokens),
-        "bare": seconds_of(bare, tokens),
-    }
+    # At both places the context is as long as it is on average: a segment and a half.
+    early, late = length * 5 // 2, length * 39 // 2
+    tokens = max(1, length // 2 // (rounds + 1))  # all rounds stay in one half of a segment
+    near, far = (walk_from(model, place, length, tokens) for place in (early, late))
+    yield compare("window encoded anew / token by token", window_anew(model, length), near, rounds, least=20)
+    near = walk_from(model, early, length, tokens)
+    yield compare(f"token {late:,} / token {early:,}", far, near, rounds, most=1.05)
+    near = walk_from(model, early, length, tokens)
+    yield compare("token by token / weights read once", near, weights_once(model), rounds, most=2)
+    whole = evaluation(model, Protocol("nonoverlapping", WINDOW, batch_rows=16), 32)
+    yield compare("nonoverlapping / forward pass", whole, forward_pass(model, 16), rounds // 2, most=1.15)
+    yield batching(f"{layers} x {hidden}", model, 8, rounds // 2)
+    yield batching("2 x 32", make_model(2, 32, frequent=500), 32, rounds // 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=60, help="how many are timed at each place")
+    parser.add_argument("--length", type=int, default=512, help="of segment and cache, where tokens come one by one")
+    parser.add_argument("--rounds", type=int, default=20, help="how often each ratio is measured")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     args = parser.parse_args()
-    found = measure(args.layers, args.hidden, args.length, args.tokens)
-    print(f"milliseconds a token: {', '.join(f'{name} {1000 * value:.2f}' for name, value in found.items())}")
-    print(f"encoding the window anew / token by token   {found['window'] / found['early']:6.1f}x")
-    print(
-        f"token {18 * args.length} / token {2 * args.length}                    {found['late'] / found['early']:6.2f}x"
-    )
-    print(f"token by token / reading the weights once   {found['early'] / found['bare']:6.2f}x")
+    results = measure(args.layers, args.hidden, args.length, args.rounds)
+    if args.json:
+        print(json.dumps({"threads": torch.get_num_threads(), "results": [asdict(result) for result in results]}))
+        return
+    print(f"{args.layers} layers, {args.hidden} wide, segments of {args.length}; {torch.get_num_threads()} threads")
+    print(f"{'':38}{'ms a token':>18}{'ratio':>9}")
+    for result in results:
+        first, second = result.milliseconds
+        print(
+            f"{result.name:38}{first:9.3f} /{second:7.3f}{result.ratio:8.2f}x  {result.mark}, "
+            f"{'met' if result.met else 'missed'}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
