@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_style.checkpoint import fairseq, huggingface, model_folder, run_checkpoint
+from megatron_style.checkpoint import fairseq, huggingface, model_folder, run_checkpoint, universal
 from megatron_style.checkpoint.certificate import Certificate, certify
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.source import ModelSource, parameters_of
@@ -67,6 +67,10 @@ def parse_args() -> argparse.Namespace:
     hub.add_argument("model", type=Path, metavar="MODEL")
     hub.add_argument("--output", type=Path, required=True, metavar="DIR")
 
+    everywhere = add("export-universal", export_universal, "-> a universal checkpoint, for any engine of DeepSpeed's")
+    everywhere.add_argument("model", type=Path, metavar="MODEL")
+    everywhere.add_argument("--output", type=Path, required=True, metavar="DIR")
+
     again = add(
         "reshard", reshard_checkpoint, "a training checkpoint -> one for another grid (`train` can do it itself)"
     )
@@ -114,6 +118,11 @@ def export_huggingface(args: argparse.Namespace) -> Result:
     source = open_model(args.model).without_optimizer()
     certificate = transfer(source, huggingface, args.output, huggingface.certify_export)
     return _summary(args.output, source, certificate) | {"computed_by": certificate.computed_by}
+
+
+def export_universal(args: argparse.Namespace) -> Result:
+    source = open_model(args.model)
+    return _summary(args.output, source, transfer(source, universal, args.output))
 
 
 def reshard_checkpoint(args: argparse.Namespace) -> Result:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from megatron_style.checkpoint import fairseq, huggingface, manifest, model_folder, run_checkpoint
+from megatron_style.checkpoint import fairseq, huggingface, manifest, model_folder, run_checkpoint, universal
 from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.errors import UserError
 
@@ -17,7 +17,7 @@ class Readable(Protocol):
     def read(self, path: Path) -> ModelSource: ...
 
 
-FORMATS: tuple[Readable, ...] = (huggingface, model_folder, run_checkpoint, fairseq)  # the more particular first
+FORMATS: tuple[Readable, ...] = (huggingface, model_folder, run_checkpoint, universal, fairseq)  # particular first
 
 
 def open_model(path: Path) -> ModelSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.checkpoint.manifest import Manifest
-from megatron_style.parallel.sharding import unshard
-from megatron_style.runtime.flat import FlatGroup
+from megatron_style.parallel.topology import Axis
 
 
 class _Opaque:
@@ -27,6 +27,7 @@ _NOT_NEEDED = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "builtins.getattr",  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration; here it reads nothing
 )
+_WEIGHT = "weight"
 _OPEN_FILES = 8  # mapped, not loaded: a parameter's stretches lie in neighbouring files
 
 
@@ -37,26 +38,29 @@ class LogicalReader:
 
     def weight(self, name: str) -> Tensor:
         """One parameter, whole, in float32."""
-        return self.read(name, with_state=False)["weight"]
+        return self.read(name, lambda key: key == _WEIGHT)[_WEIGHT]
 
     def state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's state of one parameter, whole."""
-        found = self.read(name)
-        del found["weight"]
-        return found
+        return self.read(name, lambda key: key != _WEIGHT)
 
-    def read(self, name: str, *, with_state: bool = True) -> dict[str, Tensor]:
-        """`weight` and the optimizer's state of one parameter, whole."""
-        layout = self._manifest.parameters[name]
-        ways = self._manifest.grid["tensor"]
-        if layout.shard_dim is None:
-            return self._shard(name, 0, with_state)
-        shards = [self._shard(name, rank, with_state) for rank in range(ways)]
-        size = layout.shape[layout.shard_dim]
-        return {
-            key: unshard([shard[key] for shard in shards], layout.shard_dim, size) if value.dim() else value
-            for key, value in shards[0].items()
-        }
+    @torch.no_grad()
+    def read(self, name: str, wanted: Callable[[str], bool] = bool) -> dict[str, Tensor]:
+        """`weight` and the optimizer's state of one parameter, whole. Beside what is returned, one tensor-parallel
+        rank's shard of it is in memory at a time."""
+        layout, ways = self._manifest.parameters[name], self._manifest.grid["tensor"]
+        if layout.shard_dim is None or ways == 1:
+            return self._shard(name, 0, wanted)
+        whole: dict[str, Tensor] = {}
+        for rank in range(ways):
+            owned = layout.owned(Axis(ways, rank))
+            for key, shard in self._shard(name, rank, wanted).items():
+                if key not in whole:
+                    whole[key] = torch.empty(layout.shape) if shard.dim() else shard
+                if shard.dim():
+                    place = whole[key].narrow(layout.shard_dim, owned.start, len(owned))
+                    place.copy_(shard.narrow(layout.shard_dim, 0, len(owned)))  # without the padding
+        return whole
 
     def loss_scaler(self) -> dict[str, Any]:
         """What fp16 training's loss scaler held; the same on every rank."""
@@ -70,7 +74,7 @@ class LogicalReader:
     def _any_rank(self) -> dict[str, Any]:
         return _load(self._folder / next(iter(self._manifest.fragments)))
 
-    def _shard(self, name: str, tensor_rank: int, with_state: bool) -> dict[str, Tensor]:
+    def _shard(self, name: str, tensor_rank: int, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         shape = self._manifest.parameters[name].shard_shape(self._manifest.grid["tensor"])
         shard: dict[str, Tensor] = {}
         for file, found in self._manifest.fragments.items():
@@ -79,17 +83,20 @@ class LogicalReader:
             for fragment in found:
                 if fragment.param != name:
                     continue
-                group = self._groups(file)[fragment.group]
-                for key, flat in {"weight": group.weights, **(group.state if with_state else {})}.items():
+                for key, flat in self._groups(file)[fragment.group].items():
+                    if not wanted(key):
+                        continue
                     if not isinstance(flat, Tensor) or flat.dim() == 0:
                         shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
                         continue
-                    whole = shard.setdefault(key, torch.empty(shape))
-                    part = flat.detach().view(-1)[fragment.start : fragment.start + fragment.count]
-                    whole.view(-1)[fragment.offset : fragment.offset + fragment.count] = part
+                    if key not in shard:
+                        shard[key] = torch.empty(shape)
+                    part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
+                    shard[key].view(-1)[fragment.offset : fragment.offset + fragment.count] = part
         return shard
 
-    def _open(self, file: str) -> list[FlatGroup]:
+    def _open(self, file: str) -> list[dict[str, Any]]:
+        """The flat tensors of each group: `weight`, and the optimizer's state by name."""
         state = _load(self._folder / file)
         match self._manifest.grid["zero"]:
             case 0:
@@ -99,7 +106,7 @@ class LogicalReader:
             case _:
                 weights = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
         states = self._optimizer(state)["state"]
-        return [FlatGroup(flat, states.get(index, {})) for index, flat in enumerate(weights)]
+        return [{_WEIGHT: flat, **states.get(index, {})} for index, flat in enumerate(weights)]
 
     def _optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state of the optimizer that ZeRO wraps."""

@@ -50,21 +50,11 @@ class Manifest:
                 for name, found in self.fragments.items()
             },
         }
-        text = json.dumps(data)
-        digest = xxhash.xxh3_128(text.encode()).hexdigest()
-        (folder / FILE).write_text(f"{text}\n{digest}\n", encoding="utf-8")
+        write_sealed(folder / FILE, data)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    try:
-        text, digest = (folder / FILE).read_text(encoding="utf-8").split("\n")[:2]
-    except FileNotFoundError:
-        raise Damaged(f"it has no {FILE}, so it was never complete") from None
-    except (OSError, ValueError) as error:
-        raise Damaged(f"its {FILE} cannot be read ({error})") from None
-    if xxhash.xxh3_128(text.encode()).hexdigest() != digest:
-        raise Damaged(f"its {FILE} has been changed")
-    data = json.loads(text)
+    data = read_sealed(folder / FILE)
     if (format_version := data.pop("format", None)) != FORMAT:
         raise UserError(f"{folder}: is of format {format_version}; this version reads format {FORMAT}")
     data["history"] = tuple((step, tokens) for step, tokens in data["history"])
@@ -72,6 +62,25 @@ def read_manifest(folder: Path) -> Manifest:
     data["fragments"] = {name: tuple(Fragment(*row) for row in rows) for name, rows in data["fragments"].items()}
     data["files"] = {name: (size, digest) for name, (size, digest) in data["files"].items()}
     return Manifest(**data)
+
+
+def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
+    """JSON, and its digest in a second line."""
+    text = json.dumps(data)
+    path.write_text(f"{text}\n{xxhash.xxh3_128(text.encode()).hexdigest()}\n", encoding="utf-8")
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    try:
+        text, digest = path.read_text(encoding="utf-8").split("\n")[:2]
+    except FileNotFoundError:
+        raise Damaged(f"it has no {path.name}, so it was never complete") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"its {path.name} cannot be read ({error})") from None
+    if xxhash.xxh3_128(text.encode()).hexdigest() != digest:
+        raise Damaged(f"its {path.name} has been changed")
+    data: dict[str, Any] = json.loads(text)
+    return data
 
 
 def check_file(folder: Path, name: str, size: int, digest: str) -> None:

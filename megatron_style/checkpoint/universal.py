@@ -1,0 +1,151 @@
+"""A form of model: DeepSpeed's universal checkpoint. An engine with `"checkpoint": {"load_universal": true}` loads it
+by `engine.load_checkpoint(folder)`, whatever its number of ranks.
+
+    latest_universal             the name of the folder with DeepSpeed's files
+    global_stepN/zero/NAME/      a parameter, whole: fp32.pt, and one file for each tensor of its optimizer state
+    global_stepN/zero/optimizer_state.pt, global_stepN/*_model_states.pt     what the loaders of all stages ask for
+    universal.json               for us: the model's config, and size and digest of every file
+    dict.txt or tokenizer.json
+
+AdamW's state has DeepSpeed's own names. NAG's momentum stays `momentum_buffer`: ZeRO 1 and 2 load each file as the
+state it is named after, so our optimizer finds it there. ZeRO 3 asks for Adam's two by name, and would not find NAG's
+even if it were called `exp_avg`; to be taken for Adam's running mean, which it is not, would only do harm. There
+`load_module_only=True` loads the weights.
+
+Nothing is unpickled that could run code, and settings of the optimizer are not stored: they are the engine's own."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
+from megatron_style.checkpoint.source import ModelSource, parameters_of
+from megatron_style.config.errors import UserError
+from megatron_style.config.model import ModelFolderConfig
+from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.parallel.sharding import Layout
+
+LATEST, INDEX = "latest_universal", "universal.json"
+VERSION = 0.4  # of the layout, as DeepSpeed counts
+_WEIGHT = "fp32"
+_GROUPS = 100  # the loader pairs them with the engine's own, and forgets those beyond the end of the shorter list
+
+
+def recognises(path: Path) -> bool:
+    return (path / LATEST).is_file()
+
+
+def read(folder: Path) -> ModelSource:
+    """Checked byte by byte: a damaged checkpoint is never read in part."""
+    try:
+        index = read_sealed(folder / INDEX)
+        for file, (size, digest) in index["files"].items():
+            check_file(folder, file, size, digest)
+    except Damaged as damage:
+        raise UserError(f"{folder}: is not a whole checkpoint of `convert export-universal`: {damage}") from None
+    config = ModelFolderConfig.parse(index["config"], source=str(folder / INDEX))
+    parameters, held = parameters_of(config), _tensors(index["files"])
+    if any(_WEIGHT not in held.get(name, ()) for name in parameters):
+        raise UserError(f"{folder}: does not hold all weights of the model in its {INDEX}")
+
+    def tensor(name: str, key: str) -> Tensor:
+        shape = parameters[name].shape
+        return _load(folder / held[name][key], (shape,) if key == _WEIGHT else (shape, ()))
+
+    return ModelSource(
+        folder,
+        config,
+        lambda name: tensor(name, _WEIGHT),
+        partial(tokenizer_beside, (folder / INDEX).absolute()),
+        (lambda name: {key: tensor(name, key) for key in held[name] if key != _WEIGHT}) if config.training else None,
+    )
+
+
+def write(folder: Path, source: ModelSource) -> None:
+    """`latest_universal` lies in the folder, not beside it, so that all of it appears at once."""
+    inner, step = folder / f"global_step{source.config.step}", None
+    for name, layout in parameters_of(source.config).items():
+        step = _write_parameter(inner / "zero" / name, source, name, _cut(name, layout))
+    torch.save(_optimizer(step), inner / "zero" / "optimizer_state.pt")
+    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):  # ZeRO 1 and 2; ZeRO 3
+        torch.save(_counters(source.config.step), inner / file)
+    (folder / LATEST).write_text(inner.name, encoding="utf-8")
+    if (tokenizer := source.tokenizer()) is not None:
+        tokenizer.save(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {path.relative_to(folder).as_posix(): (path.stat().st_size, digest_of(path)) for path in files}
+    write_sealed(folder / INDEX, {"config": source.config.as_data(), "files": digests})
+
+
+def _write_parameter(place: Path, source: ModelSource, name: str, cut: dict[str, Any]) -> Tensor | None:
+    """Gives Adam's step, if there is one: it is the same for all."""
+    place.mkdir(parents=True)
+    _save(place / f"{_WEIGHT}.pt", source.weight(name).float(), cut)
+    state = source.state(name) if source.state else {}
+    for key, tensor in state.items():
+        _save(place / f"{key}.pt", tensor, cut)
+    return state.get("step")
+
+
+def _tensors(files: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Parameter -> `fp32` or the name of a state -> file."""
+    held: dict[str, dict[str, str]] = {}
+    for file in files:
+        match PurePosixPath(file).parts:
+            case (_, "zero", name, key):
+                held.setdefault(name, {})[key.removesuffix(".pt")] = file
+    return held
+
+
+def _cut(name: str, layout: Layout) -> dict[str, Any]:
+    """What a tensor-parallel engine needs to take its shard. Only of vocabularies are shards padded to equal size."""
+    if layout.shard_dim is None:
+        return {}
+    return {"cat_dim": layout.shard_dim, "vocab_tensor": name.startswith("vocabulary.")}
+
+
+def _save(path: Path, tensor: Tensor, cut: dict[str, Any]) -> None:
+    """A number, such as Adam's step, is stored bare."""
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        tensor = tensor.clone()  # of a view, torch would save all that lies behind it
+    torch.save({**cut, "param": tensor} if tensor.dim() else tensor, path)
+
+
+def _load(path: Path, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # bytes of another kind make the unpickler raise whatever it stumbles over
+        raise UserError(f"{path}: more than a tensor or not one, so it was not loaded") from None
+    tensor = held.get("param") if isinstance(held, dict) else held
+    if not isinstance(tensor, Tensor) or tensor.shape not in shapes:
+        raise UserError(f"{path}: does not hold a tensor of {list(shapes[0])}, as its model wants")
+    return tensor
+
+
+def _optimizer(step: Tensor | None) -> dict[str, Any]:
+    """ZeRO 3 reads the step here, ZeRO 1 and 2 beside each parameter."""
+    groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
+    state = {} if step is None else {0: {"step": step}}
+    return {
+        "ds_version": version("deepspeed"),
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+    }
+
+
+def _counters(step: int) -> dict[str, Any]:
+    return {
+        "global_steps": step,
+        "skipped_steps": 0,
+        "lr_scheduler": {"last_batch_iteration": step - 1},  # of DeepSpeed's own schedules
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_version": version("deepspeed"),
+        "universal_checkpoint_info": {"universal_checkpoint_version": VERSION},
+    }
