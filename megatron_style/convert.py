@@ -17,7 +17,7 @@ from megatron_style.checkpoint import fairseq, huggingface, model_folder, run_ch
 from megatron_style.checkpoint.certificate import Certificate, certify
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.checkpoint.transfer import deliver, transfer
+from megatron_style.checkpoint.transfer import deliver, return_freed_memory, transfer
 from megatron_style.config.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
 from megatron_style.data.tokenizer import WordDictionary
@@ -27,6 +27,7 @@ Result = dict[str, object]
 
 def main() -> None:
     args = parse_args()
+    return_freed_memory()
     result = args.convert(args)
     show(result, as_json=args.json)
     if result.get("equal") is False:

@@ -28,6 +28,7 @@ from megatron_style.parallel.topology import Axis
 FILE = "certificate.json"
 TOLERANCE = 1e-9  # nats; all is computed in float64, so only a real difference is larger
 _SEGMENT = 128  # of the fixed text, at most
+_AT_ONCE = 2**20  # numbers that are computed at once where whole tensors are not needed: 8 MB in float64
 Nll = NDArray[np.float64]
 
 
@@ -98,8 +99,14 @@ def check_same_shapes(first: ModelSource, second: ModelSource) -> None:
 
 
 def _largest_weight_difference(first: ModelSource, second: ModelSource) -> float:
-    names = parameters_of(first.config)
-    return max(float((first.weight(name).float() - second.weight(name).float()).abs().max()) for name in names)
+    found = [_largest_difference(first.weight(name), second.weight(name)) for name in parameters_of(first.config)]
+    return float(np.max(found))  # which a NaN among them makes NaN
+
+
+def _largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Piece by piece: there is no third tensor of their size."""
+    pieces = zip(ours.reshape(-1).split(_AT_ONCE), theirs.reshape(-1).split(_AT_ONCE), strict=True)
+    return float(torch.stack([(mine.float() - other.float()).abs().max() for mine, other in pieces]).max())
 
 
 def segment_of(config: ModelFolderConfig) -> int:
@@ -120,7 +127,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
     config, length = source.config, segment_of(source.config)
     with torch.device("meta"):
         model = Shortformer(config.model, config.vocab_size)
-    inputs, targets = text[None, :-1].split(length, 1), text[1:].split(length)
+    inputs = text[None, :-1].split(length, 1)
     with _materialised(model.vocabulary, "vocabulary", source):
         segments = [model.vocabulary.embed(ids) * config.model.hidden_size**0.5 for ids in inputs]
     if config.model.positions == "added":
@@ -128,9 +135,10 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
     for index, block in enumerate(model.blocks):
         with _materialised(block, f"blocks.{index}", source):
             segments = list(_through(cast(Block, block), segments, config))
+    few = max(1, _AT_ONCE // config.vocab_size)
+    parts = zip(torch.cat(segments, 1)[0].split(few), text[1:].split(few), strict=True)
     with _materialised(model.vocabulary, "vocabulary", source):
-        nll = [model.vocabulary.nll(x[0], wanted, None) for x, wanted in zip(segments, targets, strict=True)]
-    return torch.cat(nll).numpy()
+        return torch.cat([model.vocabulary.nll(x_ND, wanted, None) for x_ND, wanted in parts]).numpy()
 
 
 def _through(block: Block, segments: Sequence[Tensor], config: ModelFolderConfig) -> Iterator[Tensor]:

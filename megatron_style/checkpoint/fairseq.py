@@ -82,7 +82,7 @@ def _with_optimizer(source: ModelSource, state: dict[str, Any]) -> ModelSource:
     return replace(
         source,
         config=ModelFolderConfig.parse(config, source=str(source.path)),
-        state=lambda name: {"momentum_buffer": velocity(name).double() / -group["lr_old"]},
+        state=lambda name: {"momentum_buffer": velocity(name).to(torch.float64, copy=True).div_(-group["lr_old"])},
     )
 
 
@@ -125,11 +125,15 @@ def _optimizer_state(source: ModelSource, aside: Path) -> dict[str, Any] | None:
     training = source.config.training
     if training is None or training.optimizer != "nag" or source.state is None:
         return None
-    order = list(fairseq_names(source.config.model))
-    state = {}
-    for index, name in enumerate(order):
-        velocity = source.state(name)["momentum_buffer"].double() * -training.learning_rate
-        state[index] = {"momentum_buffer": _on_disk(aside / f"{name}.velocity", velocity)}
+    order, momentum = list(fairseq_names(source.config.model)), source.state
+
+    def velocity(name: str) -> Tensor:
+        return momentum(name)["momentum_buffer"].to(torch.float64, copy=True).mul_(-training.learning_rate)
+
+    state = {
+        index: {"momentum_buffer": _on_disk(aside / f"{name}.velocity", velocity(name))}
+        for index, name in enumerate(order)
+    }
     group = {
         "lr": training.learning_rate,  # its scheduler sets it anew
         "lr_old": training.learning_rate,

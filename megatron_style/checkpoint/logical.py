@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_style.checkpoint.manifest import Manifest
 from megatron_style.parallel.topology import Axis
+from megatron_style.runtime.flat import Fragment
 
 
 class _Opaque:
@@ -28,13 +30,17 @@ _NOT_NEEDED = (
     "builtins.getattr",  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration; here it reads nothing
 )
 _WEIGHT = "weight"
-_OPEN_FILES = 8  # mapped, not loaded: a parameter's stretches lie in neighbouring files
+_OPEN_FILES = 1024  # mapped, not loaded: they take up addresses, not memory
 
 
 class LogicalReader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
         self._groups = lru_cache(maxsize=_OPEN_FILES)(self._open)
+        self._places: dict[tuple[str, int], list[tuple[str, Fragment]]] = defaultdict(list)
+        for file, found in manifest.fragments.items():
+            for fragment in found:
+                self._places[fragment.param, tensor_rank_of(file)].append((file, fragment))
 
     def weight(self, name: str) -> Tensor:
         """One parameter, whole, in float32."""
@@ -77,22 +83,17 @@ class LogicalReader:
     def _shard(self, name: str, tensor_rank: int, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         shape = self._manifest.parameters[name].shard_shape(self._manifest.grid["tensor"])
         shard: dict[str, Tensor] = {}
-        for file, found in self._manifest.fragments.items():
-            if tensor_rank_of(file) != tensor_rank:
-                continue
-            for fragment in found:
-                if fragment.param != name:
+        for file, fragment in self._places[name, tensor_rank]:
+            for key, flat in self._groups(file)[fragment.group].items():
+                if not wanted(key):
                     continue
-                for key, flat in self._groups(file)[fragment.group].items():
-                    if not wanted(key):
-                        continue
-                    if not isinstance(flat, Tensor) or flat.dim() == 0:
-                        shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
-                        continue
-                    if key not in shard:
-                        shard[key] = torch.empty(shape)
-                    part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
-                    shard[key].view(-1)[fragment.offset : fragment.offset + fragment.count] = part
+                if not isinstance(flat, Tensor) or flat.dim() == 0:
+                    shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
+                    continue
+                if key not in shard:
+                    shard[key] = torch.empty(shape)
+                part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
+                shard[key].view(-1)[fragment.offset : fragment.offset + fragment.count] = part
         return shard
 
     def _open(self, file: str) -> list[dict[str, Any]]:

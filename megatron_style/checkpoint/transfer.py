@@ -1,10 +1,16 @@
-"""From one form to another, with proof: what was written is read back and compared before it gets its name."""
+"""From one form to another, with proof: what was written is read back and compared before it gets its name.
+
+However large the model and its grid: beside one parameter with its optimizer state and, in float64, the larger of a
+block and the vocabulary, which the certificate computes with, no more than `EXTRA_MEMORY` is held, if the process has
+called `return_freed_memory`."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +19,9 @@ from megatron_style.checkpoint.model_folder import check_place
 from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.errors import RunFailed
 from megatron_style.data.folder import put_in_place
+
+EXTRA_MEMORY = 16 * 2**20
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Format(Protocol):
@@ -57,3 +66,9 @@ def deliver(written: Path, certificate: Certificate, output: Path) -> None:
             f"{target}: differs from {certificate.source} by {certificate.largest_nll_difference:.2g} nats and "
             f"{certificate.largest_weight_difference:.2g} in a weight, above the tolerance of {certificate.tolerance:g}"
         )
+
+
+def return_freed_memory() -> None:
+    """glibc learns to keep freed tensors of up to 32 MB, a block's or so, for the next ones, and is told not to."""
+    with suppress(AttributeError):  # other C libraries have no such thing
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)

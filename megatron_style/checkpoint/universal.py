@@ -8,9 +8,9 @@ by `engine.load_checkpoint(folder)`, whatever its number of ranks.
     dict.txt or tokenizer.json
 
 AdamW's state has DeepSpeed's own names. NAG's momentum stays `momentum_buffer`: ZeRO 1 and 2 load each file as the
-state it is named after, so our optimizer finds it there. ZeRO 3 asks for Adam's two by name, and would not find NAG's
-even if it were called `exp_avg`; to be taken for Adam's running mean, which it is not, would only do harm. There
-`load_module_only=True` loads the weights.
+state it is named after, so our optimizer finds it there. ZeRO 3 asks for Adam's two by name and fails. Under the name
+`exp_avg` it would load, but our optimizer would not look there, and an Adam would take it for a running mean, which it
+is not. `load_module_only=True` loads the weights alone.
 
 Nothing is unpickled that could run code, and settings of the optimizer are not stored: they are the engine's own."""
 
@@ -34,7 +34,7 @@ from megatron_style.parallel.sharding import Layout
 LATEST, INDEX = "latest_universal", "universal.json"
 VERSION = 0.4  # of the layout, as DeepSpeed counts
 _WEIGHT = "fp32"
-_GROUPS = 100  # the loader pairs them with the engine's own, and forgets those beyond the end of the shorter list
+_GROUPS = 100  # all empty; the loader pairs them with the engine's own, and forgets those beyond the shorter list's end
 
 
 def recognises(path: Path) -> bool:

@@ -268,6 +268,23 @@ def test_zero_3_takes_the_weights_of_nag(folder: Path) -> None:
     run_ranks(2, load_weights_only, make_run(folder, "elsewhere", data=2, zero=3, steps=6), folder / "nag_universal")
 
 
+def only_load(run: RunConfig, zero: int, folder: Path) -> None:
+    with distributed_session(tensor=run.parallel.tensor) as topology:
+        plain_engine(run, zero, topology).load_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "tensor", "told"),
+    [("adamw", 0, 1, "KeyError: 'optimizer'"), ("nag", 3, 1, "KeyError: 0"), ("adamw", 3, 2, "exceeds dimension size")],
+)
+def test_what_deepspeed_cannot_load_fails_and_is_not_half_loaded(
+    folder: Path, optimizer: str, zero: int, tensor: int, told: str
+) -> None:
+    run = make_run(folder, "elsewhere", tensor=tensor, zero=zero, steps=6, optimizer=OPTIMIZERS[optimizer])
+    with pytest.raises(Exception, match=told):
+        run_ranks(tensor, only_load, run, zero, folder / f"{optimizer}_universal")
+
+
 def load_in_half_precision(run: RunConfig, folder: Path) -> None:
     with distributed_session(tensor=1) as topology:
         engine = plain_engine(run, 1, topology, bf16={"enabled": True})
