@@ -21,7 +21,7 @@ from megatron_style.model.attention import causal_mask
 from megatron_style.model.block import Block
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
-from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_style.parallel.layers import RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -116,55 +116,54 @@ class Decoder:
 
 
 class _Layer:
-    """A block, what it has seen, and what a place adds to queries and keys."""
+    """A block with what it has seen. It projects queries, keys and values at once, from a copy of their weights: a
+    quarter of the block's."""
 
     @torch.no_grad()
     def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
-        self._block, self._attention = block, block.attention
-        pos_SD = pos_SD.to(block.up.weight.dtype)
-        self._query_places_SHE = self._heads(block.attention.query(pos_SD))
-        self._key_places_SHE = self._heads(block.attention.key(pos_SD))
-        S, H, E = self._key_places_SHE.shape
+        self._block, attention = block, block.attention
+        self._inward = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
+        pos_SD = pos_SD.to(self._inward.dtype)
+        places = [attention.query(pos_SD), attention.key(pos_SD), attention.value.bias.expand(len(pos_SD), -1)]
+        self._places_S3HE = self._heads(torch.cat(places, -1))
+        S, _, H, E = self._places_S3HE.shape
         # In memory each head's places lie together: that is how attention reads them.
         self.buffers = [pos_SD.new_zeros(rows, H, S, E).transpose(1, 2) for _ in range(3)]
         self._own_keys_BSHE, self._keys_BSHE, self._values_BSHE = self.buffers
 
     def __call__(self, x_BTD: Tensor, run: _Run) -> Tensor:
-        x_BTD = x_BTD + self._attend(self._block.attention_norm(x_BTD), run)
-        inner = F.relu(_column(self._block.up, self._block.ffn_norm(x_BTD)))
-        return x_BTD + _row(self._block.down, inner)
+        block = self._block
+        x_BTD = x_BTD + self._attend(block.attention_norm(x_BTD), run)
+        inner = F.relu(_product(block.ffn_norm(x_BTD), block.up.weight) + block.up.bias)
+        return x_BTD + _row_parallel(inner, block.down)
 
     def _attend(self, x_BTD: Tensor, run: _Run) -> Tensor:
-        attention, new = self._attention, (run.rows, run.places)
-        own_keys = self._heads(_product(x_BTD, attention.key.weight))
-        self._own_keys_BSHE[new] = own_keys
-        self._keys_BSHE[new] = own_keys + self._key_places_SHE[run.places]
-        self._values_BSHE[new] = self._heads(_column(attention.value, x_BTD))
-        query = self._heads(_product(x_BTD, attention.query.weight)) + self._query_places_SHE[run.places]
+        new = (run.rows, run.places)
+        own_BT3HE = self._heads(_product(x_BTD, self._inward))
+        query, keys, values = (own_BT3HE + self._places_S3HE[run.places]).unbind(2)
+        self._own_keys_BSHE[new] = own_BT3HE[:, :, 1]
+        self._keys_BSHE[new] = keys
+        self._values_BSHE[new] = values
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             self._keys_BSHE[run.seen].transpose(1, 2),
             self._values_BSHE[run.seen].transpose(1, 2),
             attn_mask=run.mask,
         )
-        return _row(attention.out, mixed.transpose(1, 2).flatten(2))
+        return _row_parallel(mixed.transpose(1, 2).flatten(2), self._block.attention.out)
 
     def move_to_front(self, row: int, kept: slice) -> None:
         """Once a segment, not once a token: the last tokens get the first places."""
         own_keys, keys, values = (buffer[row] for buffer in self.buffers)
         first = slice(0, kept.stop - kept.start)
         own_keys[first], values[first] = own_keys[kept].clone(), values[kept].clone()
-        keys[first] = own_keys[first] + self._key_places_SHE[first]
+        keys[first] = own_keys[first] + self._places_S3HE[first, 1]
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self._attention.head_size)
+        return x.view(*x.shape[:-1], 3, -1, self._block.attention.head_size)
 
 
-def _column(layer: ColumnParallelLinear, x_BTD: Tensor) -> Tensor:
-    return _product(x_BTD, layer.weight) + layer.bias
-
-
-def _row(layer: RowParallelLinear, x_BTD: Tensor) -> Tensor:
+def _row_parallel(x_BTD: Tensor, layer: RowParallelLinear) -> Tensor:
     return reduce_from_shards(_product(x_BTD, layer.weight), layer.axis) + layer.bias
 
 

@@ -20,8 +20,10 @@ def starting_at(run: RunConfig, start: Path, output: str) -> RunConfig:
     return RunConfig.parse(changed | {"start": str(start)}, source="test")
 
 
-@pytest.mark.parametrize(("form", "name"), [(model_folder, "model"), (fairseq, "model.pt")])
-@pytest.mark.parametrize(("zero", "world"), [(0, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("form", "name", "zero", "world"),
+    [(model_folder, "model", 0, 1), (fairseq, "model.pt", 1, 2), (model_folder, "model", 3, 2)],
+)
 def test_it_goes_on_with_step_and_optimizer(folder: Path, form: object, name: str, zero: int, world: int) -> None:  # noqa: F811
     """At a stage's end, where lanes open anyway: so the losses are those of the run that never left."""
     whole = make_run(folder, steps=8, zero=zero, data=world, output={"keep_every": 4})

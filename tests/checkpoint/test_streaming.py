@@ -105,11 +105,11 @@ def allowed(config: ModelFolderConfig, state_bytes: int) -> int:
 @pytest.mark.parametrize(
     ("kind", "flags", "source", "state_bytes"),
     [
-        ("export", [], "large", 0),
+        pytest.param(*("export", [], "large", 0), marks=pytest.mark.sweep),
         ("export", ["--optimizer"], "large", 8),
-        ("export-fairseq", [], "large", 0),
+        pytest.param(*("export-fairseq", [], "large", 0), marks=pytest.mark.sweep),
         ("export-fairseq", [], "large_nag", 8),  # in float64
-        ("export-universal", [], "large", 8),
+        pytest.param(*("export-universal", [], "large", 8), marks=pytest.mark.sweep),
     ],
 )
 def test_a_conversion_holds_little(
