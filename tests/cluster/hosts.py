@@ -49,11 +49,20 @@ class Cluster:
 
     def run(self, *command: object, host: str | None = None, **more: object) -> subprocess.CompletedProcess[str]:
         """A command on one of the hosts, by default the first, from the project's root."""
-        inside = ["nsenter", "--target", str(self.first_processes[host or self.names[0]])]
-        inside += ["--net", "--uts", "--pid", "--mount", f"--wd={ROOT}"]
-        variables = os.environ | {key: str(value) for key, value in (_VARIABLES | more).items()}
-        words = [*inside, *map(str, command)]
-        return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=240)
+        words = self._inside(host) + list(map(str, command))
+        return subprocess.run(words, env=_environment(more), capture_output=True, text=True, timeout=240)
+
+    def start(self, *command: object) -> subprocess.Popen[bytes]:
+        """The same on the first host, without waiting for its end."""
+        return subprocess.Popen(self._inside(None) + list(map(str, command)), env=_environment({}))
+
+    def _inside(self, host: str | None) -> list[str]:
+        target = str(self.first_processes[host or self.names[0]])
+        return ["nsenter", "--target", target, "--net", "--uts", "--pid", "--mount", f"--wd={ROOT}"]
+
+
+def _environment(more: Mapping[str, object]) -> dict[str, str]:
+    return os.environ | {key: str(value) for key, value in (_VARIABLES | dict(more)).items()}
 
 
 _VARIABLES: dict[str, object] = {
