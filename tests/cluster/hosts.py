@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support.launch import ROOT
 
-TOOLS = ("ip", "unshare", "nsenter", "sshd", "ssh", "ssh-keygen", "pdsh")
+TOOLS = ("ip", "unshare", "nsenter", "setpriv", "sshd", "ssh", "ssh-keygen", "pdsh")
 SCRIPT = Path(__file__).with_name("host.sh")
 
 
@@ -77,7 +77,9 @@ _VARIABLES: dict[str, object] = {
 
 @contextlib.contextmanager
 def cluster(folder: Path, count: int) -> Iterator[Cluster]:
-    """`count` hosts on a private bridge; all of it is gone afterwards."""
+    """`count` hosts on a private bridge; all of it is gone afterwards.
+
+    Namespaces have no names, so they end with their processes, and these with ours, even if we are killed."""
     tag = f"s{os.getpid() % 100000}x{count}"  # names of interfaces have 15 characters at most
     names = [f"node{index}" for index in range(1, count + 1)]
     _write_settings(folder, names)
@@ -87,12 +89,11 @@ def cluster(folder: Path, count: int) -> Iterator[Cluster]:
         _ip("link", "set", f"{tag}b", "up")
         first_processes = {}
         for index, name in enumerate(names, start=1):
-            _ip("netns", "add", f"{tag}n{index}")
-            undo.callback(_ip, "netns", "delete", f"{tag}n{index}")
-            _plug_in(tag, index)
-            host = _start(folder, f"{tag}n{index}", name)
+            host = _start(folder, name)
             undo.callback(_end, host)
             first_processes[name] = _first_process(host)
+            _plug_in(tag, index, first_processes[name])
+            undo.callback(_ip, "link", "delete", f"{tag}v{index}")  # before the host: its last words keep a cable alive
         made = Cluster(folder, first_processes)
         _wait_for_ssh(made)
         yield made
@@ -113,20 +114,19 @@ def _write_settings(folder: Path, names: list[str]) -> None:
     )
 
 
-def _plug_in(tag: str, index: int) -> None:
+def _plug_in(tag: str, index: int, process: int) -> None:
     """A cable from the bridge into the host's network, where its end is called eth0."""
-    space = f"{tag}n{index}"
-    _ip("link", "add", f"{tag}v{index}", "type", "veth", "peer", "name", "eth0", "netns", space)
+    _ip("link", "add", f"{tag}v{index}", "type", "veth", "peer", "name", "eth0", "netns", str(process))
     _ip("link", "set", f"{tag}v{index}", "master", f"{tag}b", "up")
-    _ip("-n", space, "address", "add", f"{_address(index)}/24", "dev", "eth0")
-    _ip("-n", space, "link", "set", "eth0", "up")
-    _ip("-n", space, "link", "set", "lo", "up")
+    _ip("address", "add", f"{_address(index)}/24", "dev", "eth0", inside=process)
+    _ip("link", "set", "eth0", "up", inside=process)
+    _ip("link", "set", "lo", "up", inside=process)
 
 
-def _start(folder: Path, space: str, name: str) -> subprocess.Popen[bytes]:
-    inside = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+def _start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    spaces = ["unshare", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = ["setpriv", "--pdeathsig", "KILL", *spaces, "bash", str(SCRIPT), str(folder), name]
     with (folder / f"{name}.log").open("wb") as log:
-        command = ["ip", "netns", "exec", space, *inside, "bash", str(SCRIPT), str(folder), name]
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
@@ -159,5 +159,7 @@ def _address(index: int) -> str:
     return f"10.77.0.{index}"
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def _ip(*words: str, inside: int | None = None) -> None:
+    """Set up the network of this machine, or that of a process."""
+    there = ["nsenter", "--target", str(inside), "--net"] if inside else []
+    subprocess.run([*there, "ip", *words], check=True)
