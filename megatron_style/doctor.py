@@ -99,7 +99,7 @@ def judge_host(host: Host, told: Mapping[str, Any]) -> Iterator[Finding]:
     else:
         yield Finding("ok", host.name, f"{slots} slot(s) on {count} {kind}(s)")
     level = "WARN" if told["memory"] < slots * _GIB else "ok"
-    yield Finding(level, host.name, f"{told['memory'] / _GIB:.1f} GiB of memory are free, for {slots} process(es)")
+    yield Finding(level, host.name, f"{size(told['memory'])} of memory are free, for {slots} process(es)")
     if told["missing"]:
         yield Finding("FAIL", host.name, f"cannot read {', '.join(told['missing'])}; prepare it, or share its folder")
 
@@ -112,14 +112,13 @@ def slots_of(host: Host, told: Mapping[str, Any]) -> int:
 
 def judge_disk(host: Host, free: int, checkpoint: int | None, *, kept: int) -> Finding:
     """`kept` counts the next one too, which is written before the oldest is removed."""
-    space = f"{free / _GIB:.3g} GiB of disk are free"
+    space = f"{size(free)} of disk are free"
     if checkpoint is None:
         return Finding("WARN" if free < _GIB else "ok", host.name, space)
     if free < checkpoint:
-        return Finding("FAIL", host.name, f"{space}; one checkpoint takes about {checkpoint / _GIB:.3g}")
-    if free < kept * checkpoint:
-        return Finding("WARN", host.name, f"{space}; {kept} checkpoints take about {kept * checkpoint / _GIB:.3g}")
-    return Finding("ok", host.name, f"{space}; {kept} checkpoints take about {kept * checkpoint / _GIB:.3g}")
+        return Finding("FAIL", host.name, f"{space}; one checkpoint takes about {size(checkpoint)}")
+    level: Level = "WARN" if free < kept * checkpoint else "ok"
+    return Finding(level, host.name, f"{space}; {kept} checkpoints take about {size(kept * checkpoint)}")
 
 
 def judge_folder(hosts: Sequence[Host], folder: Path) -> Iterator[Finding]:
@@ -173,7 +172,7 @@ def judge_reduction(hosts: Sequence[Host], address: str, port: int) -> Finding:
     world, rank = len(hosts), {host: index for index, host in enumerate(hosts)}
     answers, silent = ask_all(
         hosts,
-        lambda host: host.ask("reduce", rank=rank[host], world=world, address=address, port=port, seconds=40.0),
+        lambda host: host.ask("reduce", limit=40, rank=rank[host], world=world, address=address, port=port),
     )
     if silent:
         host, error = next(iter(silent.items()))
@@ -193,6 +192,10 @@ def judge_run(run: RunConfig, world: int) -> Finding:
     except UserError as error:
         return Finding("FAIL", "run", str(error))
     return Finding("ok", "run", f"{steps:,} steps on {world} process(es)")
+
+
+def size(count: int) -> str:
+    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -94,8 +93,8 @@ def call(*, address: str, port: int, seconds: float) -> dict[str, object]:
     return {"reached": False, "reason": reason}
 
 
-def reduce(*, rank: int, world: int, address: str, port: int, seconds: float) -> dict[str, object]:
-    """The collective that training waits for, over the backend that training uses."""
+def reduce(*, rank: int, world: int, address: str, port: int) -> dict[str, object]:
+    """The collective that training waits for, over the backend that training uses. Who asks has to set a limit."""
     import torch
     import torch.distributed as dist
 
@@ -103,8 +102,7 @@ def reduce(*, rank: int, world: int, address: str, port: int, seconds: float) ->
 
     device = accelerator()
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world,
-                            timeout=timedelta(seconds=seconds))  # fmt: skip
+    dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
     values, repeats = torch.ones(_MEGABYTE // 4, device=device), 10
     dist.all_reduce(values)  # connections are made by the first one
     right = bool((values == world).all())

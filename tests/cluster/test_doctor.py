@@ -20,9 +20,11 @@ PORT = 29511
 PROBE = ("-m", "megatron_style.runtime.probe")
 
 
-def doctor(hosts: Cluster, hostfile: Path, run_file: Path) -> tuple[int, dict[str, list[tuple[str, str]]]]:
+def doctor(
+    hosts: Cluster, hostfile: Path, run_file: Path, *before: str
+) -> tuple[int, dict[str, list[tuple[str, str]]]]:
     """Its exit code, and by level what each finding is about and tells."""
-    command = [sys.executable, "-m", "megatron_style.doctor", "--hostfile", hostfile, run_file, "--json"]
+    command = [*before, sys.executable, "-m", "megatron_style.doctor", "--hostfile", hostfile, run_file, "--json"]
     result = hosts.run(*command, MASTER_PORT=PORT)
     assert result.returncode in (0, 1), result.stderr
     levels: dict[str, list[tuple[str, str]]] = {"FAIL": [], "WARN": [], "ok": []}
@@ -32,14 +34,14 @@ def doctor(hosts: Cluster, hostfile: Path, run_file: Path) -> tuple[int, dict[st
 
 
 @contextlib.contextmanager
-def mounted(hosts: Cluster, *words: object) -> Iterator[None]:
-    """On the second host only; the last word is where."""
-    done = hosts.run("mount", *words, host="node2")
+def mounted(hosts: Cluster, *words: object, host: str = "node2") -> Iterator[None]:
+    """On one host only; the last word is where."""
+    done = hosts.run("mount", *words, host=host)
     assert done.returncode == 0, done.stderr
     try:
         yield
     finally:
-        hosts.run("umount", words[-1], host="node2")
+        hosts.run("umount", words[-1], host=host)
 
 
 @contextlib.contextmanager
@@ -92,7 +94,7 @@ FAULTS: dict[str, tuple[Fault, list[tuple[str, str]]]] = {
         [("node2", "project is 0.0.7, on node1 it is"), ("node2", "code is .*, on node1 it is")],
     ),
     "port in use": (port_in_use, [("node1", f"port {PORT} cannot be used: .* set MASTER_PORT")]),
-    "full disk": (full_disk, [("node2", "GiB of disk are free; one checkpoint takes"), NOT_SHARED]),
+    "full disk": (full_disk, [("node2", "MiB of disk are free; one checkpoint takes"), NOT_SHARED]),
     "folder not shared": (folder_not_shared, [NOT_SHARED]),
 }
 
@@ -131,6 +133,22 @@ def test_every_fault_is_named_also_beside_others(two_hosts: Cluster, tmp_path: P
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_named_alone(two_hosts: Cluster, tmp_path: Path, name: str) -> None:
     expect_faults(two_hosts, tmp_path, [name])
+
+
+@pytest.mark.sweep
+def test_hosts_whose_names_lead_to_themselves_need_the_interface_named(two_hosts: Cluster, tmp_path: Path) -> None:
+    """As Debian's installer leaves it. The hosts meet at the rendezvous, and then wait for each other."""
+    hostfile, run_file = two_hosts.hostfile(), write_small_run(tmp_path, ranks=2)
+    with contextlib.ExitStack() as broken:
+        for name in two_hosts.names:
+            names = tmp_path / name
+            names.write_text(f"127.0.1.1 {name}\n" + (two_hosts.folder / "hosts").read_text())
+            broken.enter_context(mounted(two_hosts, "--bind", names, "/etc/hosts", host=name))
+        code, levels = doctor(two_hosts, hostfile, run_file, "env", "-u", "GLOO_SOCKET_IFNAME")
+        assert doctor(two_hosts, hostfile, run_file)[0] == 0
+    ((about, told),) = levels["FAIL"]
+    assert (code, about) == (1, "all-reduce")
+    assert "name the network interface in GLOO_SOCKET_IFNAME" in told
 
 
 def test_commands_on_a_host_see_its_own_processes_only(two_hosts: Cluster) -> None:
