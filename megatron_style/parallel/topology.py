@@ -39,14 +39,18 @@ class Topology:
     @classmethod
     def of_world(cls, *, tensor: int) -> Topology:
         world, rank = dist.get_world_size(), dist.get_rank()
-        if world % tensor:
-            fitting = [n for n in range(1, world + 1) if world % n == 0]
-            raise UserError(
-                f"parallel.tensor ({tensor}) must divide the {world} processes of this launch; one of {fitting} would"
-            )
+        check_world(world, tensor)
         return cls(
             data=_join([range(first, world, tensor) for first in range(tensor)], rank),
             tensor=_join([range(first, first + tensor) for first in range(0, world, tensor)], rank),
+        )
+
+
+def check_world(world: int, tensor: int) -> None:
+    if world % tensor:
+        fitting = [n for n in range(1, world + 1) if world % n == 0]
+        raise UserError(
+            f"parallel.tensor ({tensor}) must divide the {world} processes of this launch; one of {fitting} would"
         )
 
 

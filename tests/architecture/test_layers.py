@@ -61,4 +61,4 @@ def test_no_module_keeps_mutable_state(path: Path) -> None:
 
 def test_every_test_folder_mirrors_a_layer() -> None:
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders <= {*LAYERS, "architecture", "support", "end_to_end"}
+    assert folders <= {*LAYERS, "architecture", "support", "end_to_end", "cluster"}

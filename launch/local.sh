@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# usage: [PROCESSES=N] ./launch/local.sh RUN.yaml [flags of train]
+# On this machine: a process for each device that DeepSpeed finds (on a CPU: each NUMA node), or N of them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+need_file "${1:-}"
+exec deepspeed --log_level warning ${PROCESSES:+--num_accelerators "$PROCESSES"} \
+    --master_port "${MASTER_PORT:-$(free_port)}" --module megatron_style.train "$@"

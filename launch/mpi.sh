@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# usage: ./launch/mpi.sh HOSTFILE RUN.yaml [flags of train]
+# On the hosts of a hostfile, with Open MPI: a process for each slot. `-m mpi4py` ends all of them when one fails;
+# without it the others would wait for ever.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+need_file "${1:-HOSTFILE}"
+need_file "${2:-}"
+hostfile=$1
+shift
+
+mapfile -t carried < <(shared_variables | sed 's/=.*//; s/^/-x\n/')
+exec mpirun --hostfile "$hostfile" --bind-to none "${carried[@]}" python -m mpi4py -m megatron_style.train "$@"

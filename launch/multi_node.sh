@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# usage: ./launch/multi_node.sh HOSTFILE RUN.yaml [flags of train]
+# On the hosts of a hostfile (launch/hostfile.example), over ssh and pdsh, from any one of them. The project, the data
+# and the output lie under the same path on every host.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+need_file "${1:-HOSTFILE}"
+need_file "${2:-}"
+hostfile=$1
+shift
+
+DS_ENV_FILE=$(mktemp) # the launcher carries what this file names to the other hosts, and nothing else
+export DS_ENV_FILE
+trap 'rm -f "$DS_ENV_FILE"' EXIT
+shared_variables >"$DS_ENV_FILE"
+[ ! -f .deepspeed_env ] || cat .deepspeed_env >>"$DS_ENV_FILE" # yours, and it has the last word
+deepspeed --log_level warning --hostfile "$hostfile" --master_port "${MASTER_PORT:-29500}" \
+    --module megatron_style.train "$@"

@@ -1,0 +1,26 @@
+"""Two hosts for all tests of this folder, or the reason why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.hosts import Cluster, cluster, why_not
+
+
+@pytest.fixture(scope="session")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    yield from _hosts(tmp_path_factory, 2)
+
+
+@pytest.fixture(scope="session")
+def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    yield from _hosts(tmp_path_factory, 4)
+
+
+def _hosts(tmp_path_factory: pytest.TempPathFactory, count: int) -> Iterator[Cluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with cluster(tmp_path_factory.mktemp(f"hosts{count}"), count) as made:
+        yield made

@@ -1,0 +1,78 @@
+"""`doctor` on this machine alone, and how it judges what hosts may tell. tests/cluster asks real hosts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_style.doctor import judge_clocks, judge_disk, judge_host, judge_versions
+from megatron_style.runtime.hosts import Host
+from tests.support.launch import free_port, launch
+from tests.support.small_run import write_small_run
+
+A, B = Host("a", 4), Host("b", 4)
+
+
+@pytest.fixture(autouse=True)
+def port_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+
+
+def test_a_run_that_would_start_here(tmp_path: Path) -> None:
+    result = launch("doctor", write_small_run(tmp_path, ranks=1))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "FAIL" not in result.stdout
+    assert "4 steps on 1 process(es)" in result.stdout
+
+
+def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
+    run_file = write_small_run(tmp_path, ranks=1)
+    result = launch("doctor", run_file, "--set", "parallel.tensor=2")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "parallel.tensor (2) must divide the 1 processes" in result.stdout.splitlines()[0]
+    (tmp_path / "train.bin").unlink()
+    findings = json.loads(launch("doctor", run_file, "--json").stdout)["findings"]
+    assert [finding["about"] for finding in findings if finding["level"] == "FAIL"] == ["localhost", "run"]
+    assert f"cannot read {tmp_path / 'train.bin'}" in findings[0]["told"]
+
+
+def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
+    for argv in (["nowhere.yaml"], ["--hostfile", tmp_path / "hosts"]):
+        result = launch("doctor", *argv)
+        assert result.returncode == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert str(argv[-1]) in line
+
+
+def test_clocks_are_compared_with_each_other() -> None:
+    (apart,) = judge_clocks({A: -3.0, B: 4.5})
+    assert (apart.level, apart.told) == ("WARN", "b is 7.5 s ahead of a; set them by NTP")
+    assert [finding.level for finding in judge_clocks({A: 100.0, B: 100.5})] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("slots", "kind", "count", "level"),
+    [
+        (4, "cuda", 4, "ok"),
+        (4, "cuda", 2, "FAIL"),
+        (2, "cuda", 4, "WARN"),
+        (4, "core", 2, "WARN"),
+        (2, "core", 4, "ok"),
+    ],
+)
+def test_slots_against_devices(slots: int, kind: str, count: int, level: str) -> None:
+    told = {"devices": {"kind": kind, "count": count}, "memory": 2**40, "missing": []}
+    assert next(judge_host(Host("a", slots), told)).level == level
+
+
+def test_disk_against_checkpoints() -> None:
+    assert [judge_disk(A, free, 100, kept=3).level for free in (99, 299, 300)] == ["FAIL", "WARN", "ok"]
+
+
+def test_a_differing_version_is_told_with_both() -> None:
+    facts = {host: {"same": {"torch": name, "Python": "3.11"}} for host, name in ((A, "2.13"), (B, "2.12"))}
+    (finding,) = judge_versions(facts)
+    assert (finding.level, finding.about, finding.told) == ("FAIL", "b", "torch is 2.12, on a it is 2.13")

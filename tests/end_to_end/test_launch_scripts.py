@@ -1,0 +1,147 @@
+"""What lies in launch/ starts the same program everywhere: each file is read, and its commands are run for real."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.launch import ROOT, free_port
+from tests.support.small_run import losses, write_small_run
+
+LAUNCH = ROOT / "launch"
+SCRIPTS = ["local.sh", "multi_node.sh", "mpi.sh", "torchrun.sh", "slurm.sbatch"]
+TAKE_A_HOSTFILE = {"multi_node.sh", "mpi.sh"}
+SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "7",
+         "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}  # fmt: skip
+
+
+def environment(**more: object) -> dict[str, str]:
+    """The stand-ins for Slurm come last in the path: a real one goes before them."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{ROOT / 'tests' / 'support' / 'slurm'}"
+    mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ours = {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": free_port(), **mpi, **more}
+    return os.environ | {key: str(value) for key, value in ours.items()}
+
+
+def script(name: str, *argv: object, **variables: object) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(LAUNCH / name), *map(str, argv)]
+    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What one process computes, without any launcher."""
+    folder = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "-m", "megatron_style.train", str(write_small_run(folder, ranks=1)), "--local-rank=0"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "launcher: none; processes: 1; hosts: 1" in result.stderr
+    return losses(folder)
+
+
+def test_every_script_is_short_and_sound() -> None:
+    for path in LAUNCH.iterdir():
+        assert len(path.read_text().splitlines()) <= 45, path
+        if path.suffix in (".sh", ".sbatch"):
+            subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_missing_run_file_is_told_in_one_line(name: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    before = [hosts] if name in TAKE_A_HOSTFILE else []
+    for argv, told in ([*before, "nowhere.yaml"], "nowhere.yaml"), (before, "RUN.yaml"):
+        result = script(name, *argv, **SLURM)
+        assert result.returncode == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: {told}: no such file; usage: ")
+        assert name in line
+
+
+CASES: dict[str, tuple[str, dict[str, str], str]] = {
+    "local": ("local.sh", {"PROCESSES": "2"}, "launcher: deepspeed; processes: 2; hosts: 1"),
+    "torchrun": ("torchrun.sh", {"PROCESSES": "2"}, "launcher: torchrun; processes: 2; hosts: 1"),
+    "mpirun": ("mpi.sh", {}, "launcher: mpirun; processes: 2; hosts: 1"),
+    "srun": ("slurm.sbatch", SLURM, "launcher: srun; processes: 2; hosts: 2"),
+    "deepspeed over srun": (
+        "slurm.sbatch",
+        SLURM | {"VIA": "deepspeed"},
+        "launcher: srun; processes: 2; hosts: 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path, alone: list[float]) -> None:
+    name, variables, found = CASES[case]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    before = [hosts] if name in TAKE_A_HOSTFILE else []
+    result = script(name, *before, write_small_run(tmp_path, ranks=2), **variables)
+    assert result.returncode == 0, result.stderr
+    assert found in result.stderr
+    np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
+
+
+def test_slurm_directives_are_what_they_should_be() -> None:
+    """Slurm ignores directives after the first command, silently."""
+    head, _, body = (LAUNCH / "slurm.sbatch").read_text().partition("set -euo pipefail")
+    given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", head, flags=re.MULTILINE))
+    assert given["ntasks-per-node"] == given["gpus-per-node"]
+    assert given["signal"] == "USR1@300"  # train saves on it; without B: it goes to the processes, not to the script
+    assert "requeue" in given
+    assert "#SBATCH" not in body
+
+
+def test_a_slurm_job_whose_time_is_over_is_queued_again(tmp_path: Path) -> None:
+    result = script("slurm.sbatch", write_small_run(tmp_path, ranks=2), "--set", "output.stop_after=0s", **SLURM)
+    assert result.returncode == 75, result.stderr
+    assert "scontrol requeue 7" in result.stderr
+
+
+def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    return service, job
+
+
+def test_the_kubernetes_job_fits_its_service() -> None:
+    service, job = kubernetes()
+    assert (service["kind"], job["kind"], job["spec"]["completionMode"]) == ("Service", "Job", "Indexed")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    name, variables = job["metadata"]["name"], {item["name"]: item["value"] for item in container["env"]}
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert variables["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    assert int(variables["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_pods_of_the_kubernetes_job_train_together(tmp_path: Path, alone: list[float]) -> None:
+    """Its own command and variables, but for the name of the first pod, the paths and one process a pod."""
+    _, job = kubernetes()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    program, run_file = container["command"]
+    assert Path(program).parts[-2:] == ("launch", "torchrun.sh")
+    assert run_file.endswith(".yaml")
+    variables = {item["name"]: item["value"] for item in container["env"]} | {"MASTER_ADDR": "127.0.0.1"}
+    command = ["bash", str(LAUNCH / "torchrun.sh"), str(write_small_run(tmp_path, ranks=2))]
+    shared = environment(**variables, PROCESSES=1)
+    pods = []
+    for index in range(job["spec"]["completions"]):
+        own = shared | {"JOB_COMPLETION_INDEX": str(index)}
+        pods.append(subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True))
+    told = [pod.communicate(timeout=300)[1] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], told
+    assert "launcher: torchrun; processes: 2; hosts: 2" in told[0]
+    np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
