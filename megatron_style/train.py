@@ -31,12 +31,13 @@ from megatron_style.runtime.journal import Journal
 from megatron_style.runtime.preflight import preflight
 from megatron_style.runtime.session import distributed_session
 from megatron_style.runtime.stop import StopRequest
+from megatron_style.runtime.watched import watched
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
 
 def train(run: RunConfig) -> None:
-    with distributed_session(tensor=run.parallel.tensor) as topology:
+    with distributed_session(tensor=run.parallel.tensor) as topology, watched(run.output.path) as heartbeat:
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)
         checkpoints = CheckpointStore(run, topology)
@@ -54,9 +55,11 @@ def train(run: RunConfig) -> None:
         )
 
         with Journal(run, schedule, topology, first_step=progress.step) as journal:
+            heartbeat.at(progress.step, "preflight")
             for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
                 journal.preflight(stage, peak)
             for step in range(progress.step, schedule.total_steps):
+                heartbeat.at(step, "training")
                 plan = schedule.plan(step)
                 if schedule.opens_stage(step):
                     journal.stage_opens(plan)
@@ -69,11 +72,13 @@ def train(run: RunConfig) -> None:
                 journal.step(plan, loss, update, time.monotonic() - begin,
                              show=due(progress.step, run.output.log_every) or stage_ends)  # fmt: skip
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
+                    heartbeat.at(progress.step, "evaluating")
                     journal.held_out(progress.step, evaluate(engine, corpus, run, schedule.stages[-1]))
                 if stage_ends:
                     journal.stage_closes(plan)
                 reason = stop.agreed()  # all of this step is recorded: a checkpoint may follow, and nothing is lost
                 if due(progress.step, run.output.save_every) or stage_ends or reason:
+                    heartbeat.at(progress.step, "saving")
                     checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to go on")

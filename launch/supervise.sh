@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Train, and go on from the last checkpoint when a rank or a host dies.
+#
+#   ./launch/supervise.sh [--hostfile FILE | --processes N] [--retries 5] [--pause 5s] [--stall 30m] \
+#       RUN.yaml [--set section.key=value ...]
+#
+# Exit code: 0 finished, 2 the input is wrong, 75 stopped (SIGTERM: it saves first), 130 Ctrl-C, 1 given up.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/environment.sh
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec python -m megatron_style.runtime.supervisor "$@"

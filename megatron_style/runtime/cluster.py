@@ -1,0 +1,67 @@
+"""The hosts of a supervised run: which of them answer, and ending what an earlier launch left running there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_style.runtime.record import RankRecord
+
+Ssh = Callable[[str, str], int]
+Hosts = dict[str, int]  # in the order of the hostfile: how many ranks each has room for
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_SSH_SECONDS = 30  # a host whose disk hangs accepts the connection and never answers
+_GONE_SECONDS = 10.0
+
+
+def ssh(host: str, command: str) -> int:
+    """The command's exit code there; 255 when the host does not answer."""
+    try:
+        done = subprocess.run([*_SSH, host, command], capture_output=True, timeout=_SSH_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return 255
+    return done.returncode
+
+
+def answering(hosts: Mapping[str, int], ssh: Ssh) -> Hosts:
+    with ThreadPoolExecutor(32) as threads:
+        codes = threads.map(lambda host: ssh(host, "true"), hosts)
+    return {host: hosts[host] for host, code in zip(hosts, list(codes), strict=True) if code == 0}
+
+
+def divisible(hosts: Mapping[str, int], tensor: int) -> Hosts:
+    """The last slots are left free, so that the tensor-parallel degree divides the number of ranks."""
+    spare = sum(hosts.values()) % tensor
+    kept: Hosts = {}
+    for host, slots in reversed(list(hosts.items())):
+        free = min(spare, slots)
+        spare -= free
+        if slots > free:
+            kept[host] = slots - free
+    return dict(reversed(list(kept.items())))
+
+
+def signal_ranks(
+    records: Iterable[RankRecord], hosts: Iterable[str], ssh: Ssh, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """To those ranks that still live, here and on other hosts; never to a process that was given an old pid."""
+    records = list(records)
+    for record in records:
+        record.send(number)
+    elsewhere = [record for record in records if not record.is_local]
+    if elsewhere:
+        command = "\n".join(_signal_command(record, number) for record in elsewhere) + "\ntrue"
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(lambda host: ssh(host, command), hosts))
+    until = time.monotonic() + _GONE_SECONDS
+    while number == signal.SIGKILL and time.monotonic() < until and any(r.is_local and not r.is_gone for r in records):
+        time.sleep(0.1)
+
+
+def _signal_command(record: RankRecord, number: signal.Signals) -> str:
+    """For any shell. A hostfile may name hosts by their addresses, so each host asks itself who it is."""
+    started = f"\"$(sed 's/.*) //' /proc/{record.pid}/stat 2>/dev/null | cut -d ' ' -f 20)\""
+    return f'[ "$(hostname)" = "{record.host}" ] && [ {started} = "{record.started}" ] && kill -{number:d} {record.pid}'

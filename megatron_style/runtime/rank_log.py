@@ -1,0 +1,65 @@
+"""What a rank says on standard error is also kept in `logs/rank_00003.log`, with the traceback it ends with."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from megatron_style.config.errors import Stopped, UserError
+from megatron_style.runtime.record import now
+
+
+class _Both:
+    """Standard error as it is, and a copy. A disk that is full must not silence the console."""
+
+    def __init__(self, console: TextIO, copy: TextIO) -> None:
+        self._console, self._copy = console, copy
+
+    def write(self, text: str) -> int:
+        try:
+            self._copy.write(text)
+        except (OSError, ValueError):
+            return self._console.write(text)
+        return self._console.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._console, name)
+
+
+@contextmanager
+def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Path]:
+    path = log_path(folder, rank)
+    console = sys.stderr
+    with path.open("a", encoding="utf-8", buffering=1) as copy:
+        copy.write(f"== launch {launch} begins: {now()}\n")
+        sys.stderr = cast(TextIO, _Both(console, copy))
+        _redirect_deepspeed(sys.stderr)
+        faulthandler.enable(copy)
+        try:
+            yield path
+        except (Stopped, UserError) as reason:
+            copy.write(f"{reason}\n")
+            raise
+        except BaseException:
+            copy.write(traceback.format_exc())
+            raise
+        finally:
+            faulthandler.disable()
+            sys.stderr = console
+            _redirect_deepspeed(console)
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"rank_{rank:05d}.log"
+
+
+def _redirect_deepspeed(stream: TextIO) -> None:
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(stream)

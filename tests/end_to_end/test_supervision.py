@@ -1,0 +1,153 @@
+"""`kill -9` of any process of a launch: the others end, and a supervised run loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_style.config.run import RunConfig
+from megatron_style.runtime.record import RankRecord, read_records, read_status
+from tests.checkpoint.test_resume import expect_bitwise, make_run, on_ranks
+from tests.support.launch import ROOT, free_port, launch
+from tests.support.training import write_corpus
+
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module", "megatron_style.train")
+SUPERVISOR = ("-m", "megatron_style.runtime.supervisor", "--processes", "2", "--pause", "1s")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    return tmp_path
+
+
+def long_run(folder: Path, name: str = "run", *, steps: int = 200) -> RunConfig:
+    output = {"save_every": 20, "evaluate_every": 100}
+    run = make_run(folder, name, data=2, steps=steps, dropout=True, output=output)
+    (folder / f"{name}.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
+    return run
+
+
+@contextmanager
+def started(folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """With what it says in `told`. Its whole session is ended, whatever happens."""
+    words = (sys.executable, *words, str(folder / "run.yaml"))
+    with (folder / "told").open("wb") as told:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=told, stderr=told, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        for record in records(folder):
+            record.send(signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def records(folder: Path) -> list[RankRecord]:
+    return [seen.record for seen in read_records(folder / "run").values()]
+
+
+def ranks_at(folder: Path, step: int, process: subprocess.Popen[bytes]) -> list[RankRecord]:
+    """The ranks of a launch that has done so many steps, and lives."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None, (folder / "told").read_text()
+        found = records(folder)
+        metrics = folder / "run" / "metrics.jsonl"
+        if len(found) == 2 and not any(record.is_gone for record in found) and metrics.exists():
+            lines = metrics.read_text().split("\n")[:-1]
+            if lines and json.loads(lines[-1])["step"] >= step:
+                return found
+        time.sleep(0.1)
+    raise AssertionError((folder / "told").read_text())
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def all_gone(ranks: list[RankRecord], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if all(rank.is_gone for rank in ranks):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_second_run_is_refused_and_kill_9_of_a_rank_ends_the_launch(folder: Path) -> None:
+    long_run(folder, steps=4000)
+    with started(folder, *DEEPSPEED[:2], "--master_port", str(free_port()), *DEEPSPEED[2:]) as launcher:
+        ranks = ranks_at(folder, 5, launcher)
+        second = launch("train", folder / "run.yaml")
+        assert second.returncode == 2
+        (refusal,) = [line for line in second.stderr.splitlines() if "error" in line]
+        assert f"another run is at work there: pid {ranks[0].pid} on {ranks[0].host}, since 20" in refusal
+        ranks[1].send(signal.SIGKILL)
+        assert all_gone(ranks, 30)
+        assert launcher.wait(30) != 0
+    told = [line for line in (folder / "told").read_text().splitlines() if "last heard of" in line]
+    assert len(told) == 1
+    assert f"error: rank 1 on {ranks[1].host} (pid {ranks[1].pid}) was killed; last heard of at step" in told[0]
+    status = read_status(folder / "run")
+    assert status is not None
+    assert status.state == "failed"
+
+
+def test_a_supervised_run_that_is_killed_three_times_equals_one_that_was_not(folder: Path) -> None:
+    """A rank, the launcher's process on its host (which gives exit code 0 and orphans), and the launcher itself."""
+    whole, run = long_run(folder, "whole"), long_run(folder)
+    on_ranks(whole, 2)
+    with started(folder, *SUPERVISOR) as supervisor:
+        for step, levels in ((30, 0), (80, 1), (130, 2)):
+            ranks = ranks_at(folder, step, supervisor)
+            pid = ranks[1].pid
+            for _ in range(levels):
+                pid = parent_of(pid)
+            os.kill(pid, signal.SIGKILL)
+            assert all_gone(ranks, 30)
+        assert supervisor.wait(120) == 0, (folder / "told").read_text()
+        assert all_gone(records(folder), 1)
+    assert "finished at step 200, in attempt 4" in (folder / "told").read_text()
+    expect_bitwise(run, whole)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_supervisor_that_is_asked_to_stop_leaves_nobody_behind(folder: Path, number: int, code: int) -> None:
+    run = long_run(folder, steps=4000)
+    with started(folder, *SUPERVISOR) as supervisor:
+        ranks = ranks_at(folder, 25, supervisor)
+        supervisor.send_signal(number)
+        assert supervisor.wait(60) == code
+        assert all_gone(ranks, 1)
+    status = read_status(run.output.path)
+    assert (status is not None and status.state == "stopped") == (code == 75)
+    assert not (run.output.path / "supervisor.json").exists()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("seconds", "survives"), [(8, True), (25, False)])
+def test_a_rank_that_is_held_up_is_waited_for_but_not_for_ever(folder: Path, seconds: int, survives: bool) -> None:
+    long_run(folder, steps=4000)
+    with started(folder, *DEEPSPEED[:2], "--master_port", str(free_port()), *DEEPSPEED[2:]) as launcher:
+        ranks = ranks_at(folder, 5, launcher)
+        ranks[1].send(signal.SIGSTOP)
+        time.sleep(seconds)
+        assert ranks[0].is_gone is not survives
+        ranks[1].send(signal.SIGCONT)
+        time.sleep(3)
+        assert all_gone(ranks, 40 if not survives else 0.5) is not survives
