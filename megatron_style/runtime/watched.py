@@ -51,7 +51,6 @@ def watched(folder: Path) -> Iterator[Heartbeat]:
 class _Launch:
     folder: Path
     name: str
-    is_first: bool  # nothing has been trained in this folder before
     lock: FolderLock | None  # rank 0 holds it
 
     def ends(self, state: State, step: int, error: str = "") -> None:
@@ -75,14 +74,14 @@ class _Launch:
 def _begin(folder: Path) -> _Launch:
     """Rank 0 takes the lock before anything is written, and all ranks learn together whether they may go on."""
     lock = FolderLock(folder / "lock.json") if dist.get_rank() == 0 else None
-    begin: list[Any] = [lock.take(), uuid.uuid4().hex, not (folder / "run.yaml").exists()] if lock else [None] * 3
+    begin: list[Any] = [lock.take(), uuid.uuid4().hex] if lock else [None, None]
     dist.broadcast_object_list(begin, src=0)
-    refusal, name, is_first = begin
+    refusal, name = begin
     if refusal:
         raise UserError(refusal)
     for part in ("ranks", "logs"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    return _Launch(folder, name, is_first, lock)
+    return _Launch(folder, name, lock)
 
 
 def _ranks_to_watch() -> list[int]:
@@ -97,8 +96,10 @@ def _ranks_to_watch() -> list[int]:
 def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:
     told = f"{type(error).__name__}: {error}".split("\n")[0][:500]
     if isinstance(error, UserError):
-        heartbeat.withdrawn()
-        if launch.is_first:
+        if (launch.folder / "run.yaml").exists():
+            heartbeat.failed(told)
+        else:  # nothing of a run is there yet, and nothing is left
+            heartbeat.withdrawn()
             log_path(launch.folder, dist.get_rank()).unlink(missing_ok=True)
     elif isinstance(error, Stopped):
         heartbeat.ended()

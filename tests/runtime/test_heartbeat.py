@@ -202,3 +202,11 @@ def test_a_run_that_was_asked_to_stop_says_so(tmp_path: Path) -> None:
 def test_wrong_input_leaves_nothing(tmp_path: Path) -> None:
     assert run_ranks(2, leaves, tmp_path / "run", UserError("no such file")) == ["no such file"] * 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_input_in_a_run_that_has_begun_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").touch()
+    run_ranks(2, leaves, tmp_path, UserError("does not fit into memory"))
+    assert {seen.record.error for seen in read_records(tmp_path).values()} == {"UserError: does not fit into memory"}
+    assert "does not fit" in (tmp_path / "logs" / "rank_00001.log").read_text()
+    assert read_status(tmp_path) is None
