@@ -107,12 +107,15 @@ def test_a_second_run_is_refused_and_kill_9_of_a_rank_ends_the_launch(folder: Pa
     assert status.state == "failed"
 
 
-def test_a_supervised_run_that_is_killed_three_times_equals_one_that_was_not(folder: Path) -> None:
-    """A rank, the launcher's process on its host (which gives exit code 0 and orphans), and the launcher itself."""
+@pytest.mark.parametrize(
+    "kills", [[(30, 1)], pytest.param([(30, 0), (80, 1), (130, 2)], marks=pytest.mark.sweep)], ids=["once", "thrice"]
+)
+def test_a_supervised_run_that_is_killed_equals_one_that_was_not(folder: Path, kills: list[tuple[int, int]]) -> None:
+    """0: a rank; 1: the launcher's process on its host, which gives exit code 0 and orphans; 2: the launcher itself."""
     whole, run = long_run(folder, "whole"), long_run(folder)
     on_ranks(whole, 2)
     with started(folder, *SUPERVISOR) as supervisor:
-        for step, levels in ((30, 0), (80, 1), (130, 2)):
+        for step, levels in kills:
             ranks = ranks_at(folder, step, supervisor)
             pid = ranks[1].pid
             for _ in range(levels):
@@ -121,7 +124,7 @@ def test_a_supervised_run_that_is_killed_three_times_equals_one_that_was_not(fol
             assert all_gone(ranks, 30)
         assert supervisor.wait(120) == 0, (folder / "told").read_text()
         assert all_gone(records(folder), 1)
-    assert "finished at step 200, in attempt 4" in (folder / "told").read_text()
+    assert f"finished at step 200, in attempt {len(kills) + 1}" in (folder / "told").read_text()
     expect_bitwise(run, whole)
 
 
