@@ -17,7 +17,6 @@ from tests.support.launch import ROOT
 from tests.support.small_run import write_small_run
 
 PORT = 29511
-PROBE = ("-m", "megatron_style.runtime.probe")
 
 
 def doctor(
@@ -41,7 +40,8 @@ def mounted(hosts: Cluster, *words: object, host: str = "node2") -> Iterator[Non
     try:
         yield
     finally:
-        hosts.run("umount", words[-1], host=host)
+        done = hosts.run("umount", words[-1], host=host)
+        assert done.returncode == 0, done.stderr
 
 
 @contextlib.contextmanager
@@ -61,13 +61,14 @@ def other_version(hosts: Cluster, hostfile: Path, output: Path) -> Iterator[None
 
 @contextlib.contextmanager
 def port_in_use(hosts: Cluster, hostfile: Path, output: Path) -> Iterator[None]:
-    details = json.dumps({"port": PORT, "guests": 1, "seconds": 120})
-    listener = hosts.start(sys.executable, *PROBE, "listen", details)
+    details, own_id = json.dumps({"port": PORT, "guests": 99, "seconds": 120}), output.parent / "listener"
+    probe = f"echo $$ >{own_id}; exec {sys.executable} -m megatron_style.runtime.probe listen '{details}'"
+    listener = hosts.start("bash", "-c", probe)
     hosts.run("bash", "-c", f"until ss -ltn | grep -q :{PORT}; do sleep 0.1; done")
     try:
         yield
     finally:
-        hosts.run("bash", "-c", f": </dev/tcp/127.0.0.1/{PORT}")  # it leaves after its first guest
+        hosts.run("kill", own_id.read_text().strip())  # as the host numbers it
         listener.wait(timeout=20)
 
 
