@@ -80,7 +80,12 @@ CASES: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_THE_SUITE = ("torchrun", "srun")  # the others are there under tests/cluster, or nearly in test_train
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in IN_THE_SUITE else pytest.param(case, marks=pytest.mark.sweep) for case in CASES]
+)
 def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path, alone: list[float]) -> None:
     name, variables, found = CASES[case]
     hosts = tmp_path / "hosts"
