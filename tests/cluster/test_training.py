@@ -11,6 +11,8 @@ from tests.cluster.hosts import Cluster
 from tests.support.launch import launch
 from tests.support.small_run import losses, write_small_run
 
+pytestmark = pytest.mark.sweep  # a minute and more
+
 LAUNCHERS = {"multi_node.sh": "deepspeed", "mpi.sh": "mpirun"}
 
 
@@ -42,7 +44,6 @@ def test_two_hosts_train_what_one_host_trains(
     expect_same_losses(two_hosts, script, tmp_path, two_ranks, slots=1)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_four_hosts_with_two_ranks_each(four_hosts: Cluster, script: str, tmp_path: Path) -> None:
     expected = one_host(tmp_path / "one_host", 8)

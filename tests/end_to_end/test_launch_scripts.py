@@ -80,7 +80,7 @@ CASES: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-IN_THE_SUITE = ("torchrun", "srun")  # the others are there under tests/cluster, or nearly in test_train
+IN_THE_SUITE = ("srun",)  # the others are there under tests/cluster, or nearly in test_train
 
 
 @pytest.mark.parametrize(
