@@ -138,20 +138,20 @@ def batching(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
 
 @torch.no_grad()
 def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Result]:
-    model = make_model(layers, hidden)
-    # At both places the context is as long as it is on average: a segment and a half.
-    early, late = length * 5 // 2, length * 39 // 2
-    tokens = max(1, length // 2 // (rounds + 1))  # all rounds stay in one half of a segment
-    near, far = (walk_from(model, place, length, tokens) for place in (early, late))
-    yield compare("window encoded anew / token by token", window_anew(model, length), near, rounds, least=20)
-    near = walk_from(model, early, length, tokens)
-    yield compare(f"token {late:,} / token {early:,}", far, near, rounds, most=1.05)
-    near = walk_from(model, early, length, tokens)
-    yield compare("token by token / weights read once", near, weights_once(model), rounds, most=2)
+    model, fewer = make_model(layers, hidden), max(1, rounds // 2)
+    # At either place the rounds walk half a segment, with the mean context in its middle: a segment and a half.
+    early, late, tokens = length * 9 // 4, length * 77 // 4, max(1, length // 2 // (rounds + 1))
+
+    def walk(place: int) -> Work:
+        return walk_from(model, place, length, tokens)
+
+    yield compare("window encoded anew / token by token", window_anew(model, length), walk(early), rounds, least=20)
+    yield compare(f"token {late:,} / token {early:,}", walk(late), walk(early), rounds, most=1.05)
+    yield compare("token by token / weights read once", walk(early), weights_once(model), rounds, most=2)
     whole = evaluation(model, Protocol("nonoverlapping", WINDOW, batch_rows=16), 32)
-    yield compare("nonoverlapping / forward pass", whole, forward_pass(model, 16), rounds // 2, most=1.15)
-    yield batching(f"{layers} x {hidden}", model, 8, rounds // 2)
-    yield batching("2 x 32", make_model(2, 32, frequent=500), 32, rounds // 2)
+    yield compare("nonoverlapping / forward pass", whole, forward_pass(model, 16), fewer, most=1.15)
+    yield batching(f"{layers} x {hidden}", model, 8, fewer)
+    yield batching("2 x 32", make_model(2, 32, frequent=500), 32, fewer)
 
 
 def main() -> None:

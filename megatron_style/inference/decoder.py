@@ -173,4 +173,4 @@ def _product(x_BTD: Tensor, weight: Tensor) -> Tensor:
     parts = 2 if len(weight) % 2 == 0 else 1
     x_DN = x_BTD.flatten(0, 1).T
     out = torch.bmm(weight.view(parts, -1, len(x_DN)), x_DN.expand(parts, -1, -1))
-    return out.flatten(0, 1).T.contiguous().view(*x_BTD.shape[:2], -1)
+    return out.flatten(0, 1).T.contiguous().view(*x_BTD.shape[:2], len(weight))
