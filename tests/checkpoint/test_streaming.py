@@ -106,7 +106,7 @@ def allowed(config: ModelFolderConfig, state_bytes: int) -> int:
     ("kind", "flags", "source", "state_bytes"),
     [
         pytest.param(*("export", [], "large", 0), marks=pytest.mark.sweep),
-        ("export", ["--optimizer"], "large", 8),
+        pytest.param("export", ["--optimizer"], "large", 8, marks=pytest.mark.sweep),
         pytest.param(*("export-fairseq", [], "large", 0), marks=pytest.mark.sweep),
         pytest.param("export-fairseq", [], "large_nag", 8, marks=pytest.mark.sweep),  # in float64
         pytest.param(*("export-universal", [], "large", 8), marks=pytest.mark.sweep),

@@ -80,12 +80,8 @@ CASES: dict[str, tuple[str, dict[str, str], str]] = {
 }
 
 
-IN_THE_SUITE = ("srun",)  # the others are there under tests/cluster, or nearly in test_train
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in IN_THE_SUITE else pytest.param(case, marks=pytest.mark.sweep) for case in CASES]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
 def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path, alone: list[float]) -> None:
     name, variables, found = CASES[case]
     hosts = tmp_path / "hosts"
