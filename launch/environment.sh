@@ -31,11 +31,3 @@ need_file() {
     echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2
     exit 2
 }
-
-# The variables that other hosts need and no ssh carries over, as NAME=value lines: those that are set.
-shared_variables() {
-    local name
-    for name in PATH TORCH_EXTENSIONS_DIR DS_ACCELERATOR OMP_NUM_THREADS MASTER_PORT {GLOO,NCCL}_SOCKET_IFNAME; do
-        [ -z "${!name:-}" ] || echo "$name=${!name}"
-    done
-}

@@ -10,5 +10,5 @@ need_file "${2:-}"
 hostfile=$1
 shift
 
-mapfile -t carried < <(shared_variables | sed 's/=.*//; s/^/-x\n/')
+mapfile -t carried < <(python -m megatron_style.runtime.carried | sed -n '/=/s/^/-x\n/p')
 exec mpirun --hostfile "$hostfile" --bind-to none "${carried[@]}" python -m mpi4py -m megatron_style.train "$@"

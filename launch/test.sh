@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and the whole test suite. Arguments go to pytest: ./launch/test.sh -k lanes
+# Lint, types and the whole test suite, by two workers. Arguments go to pytest: ./launch/test.sh -n 0 -k lanes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -7,4 +7,4 @@ install_requirements requirements-dev.txt
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile "$@"

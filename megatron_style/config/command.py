@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from megatron_style.config.errors import RunFailed, Stopped, UserError
@@ -41,7 +42,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a host make the same mistake: say it once
+        if _is_first_of_host():  # all its processes make the same mistake: say it once
             log(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
     except Stopped as reason:
@@ -58,8 +59,10 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 
 def log(line: str) -> None:
-    """Progress and remarks: standard error, so that standard output holds results only."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    """Progress and remarks: standard error, so that standard output holds results only. It may go to a file on a disk
+    that is full, which is no reason to end."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(result: Mapping[str, object], *, as_json: bool) -> None:
@@ -80,6 +83,12 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     for first, *others in lines:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
         print("  ".join([f"{first:<{widths[0]}}", *cells]))  # noqa: T201
+
+
+def _is_first_of_host() -> bool:
+    """As the launchers number processes: deepspeed and torchrun, mpirun, srun."""
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _text(value: object) -> str:

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from megatron_style.runtime.hosts import Host, Unanswered
 from megatron_style.runtime.record import RankRecord
 
-Ssh = Callable[[str, str], int]
+Ssh = Callable[[str, str], bool]
 Hosts = dict[str, int]  # in the order of the hostfile: how many ranks each has room for
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _SSH_SECONDS = 30  # a host whose disk hangs accepts the connection and never answers
 _GONE_SECONDS = 10.0
 
 
-def ssh(host: str, command: str) -> int:
-    """The command's exit code there; 255 when the host does not answer."""
+def ssh(host: str, command: str) -> bool:
+    """Whether the command was done there."""
     try:
-        done = subprocess.run([*_SSH, host, command], capture_output=True, timeout=_SSH_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return 255
-    return done.returncode
+        Host(host).run(command, _SSH_SECONDS)
+    except Unanswered:
+        return False
+    return True
 
 
 def answering(hosts: Mapping[str, int], ssh: Ssh) -> Hosts:
     with ThreadPoolExecutor(32) as threads:
-        codes = threads.map(lambda host: ssh(host, "true"), hosts)
-    return {host: hosts[host] for host, code in zip(hosts, list(codes), strict=True) if code == 0}
+        answers = list(threads.map(lambda host: ssh(host, "true"), hosts))
+    return {host: hosts[host] for host, answers_us in zip(hosts, answers, strict=True) if answers_us}
 
 
 def divisible(hosts: Mapping[str, int], tensor: int) -> Hosts:

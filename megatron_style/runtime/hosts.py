@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_style.config.errors import RunFailed, UserError
+from megatron_style.runtime.carried import carried_variables
 
 _LINE = re.compile(r"(?P<name>[^\s=]+)\s+slots=(?P<slots>[1-9]\d*)")
-_CARRIED = ("PATH", "DS_ACCELERATOR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 
 Result = TypeVar("Result")
@@ -37,9 +36,8 @@ class Host:
     def ask(self, question: str, *, limit: float = 60, **details: object) -> dict[str, Any]:
         """What `runtime/probe.py` answers there. The other side has a time limit too: nothing is left behind."""
         probe = [sys.executable, "-m", "megatron_style.runtime.probe", question, json.dumps(details)]
-        carried = [f"{name}={os.environ[name]}" for name in _CARRIED if name in os.environ]
-        words = ["timeout", "-k", "2", str(limit), "env", *carried, *probe]
-        said = self._run(f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}", limit + 10)
+        words = ["timeout", "-k", "2", str(limit), "env", *carried_variables(), *probe]
+        said = self.run(f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}", limit + 10)
         try:
             answer: dict[str, Any] = json.loads(said.splitlines()[-1])
         except (IndexError, ValueError):
@@ -49,10 +47,11 @@ class Host:
     def clock_offset(self) -> float:
         """Seconds its clock is ahead of this machine's, to within half of the time that asking takes."""
         begin = time.time()
-        told = self._run("date +%s.%N", 15)
+        told = self.run("date +%s.%N", 15)
         return float(told) - (begin + time.time()) / 2
 
-    def _run(self, command: str, seconds: float) -> str:
+    def run(self, command: str, seconds: float) -> str:
+        """What the command says there."""
         words = [*_SSH, self.name, command] if self.over_ssh else ["sh", "-c", command]
         try:
             done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)

@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -28,10 +26,11 @@ from megatron_style.config.command import (
     run_command,
 )
 from megatron_style.config.errors import UserError
-from megatron_style.config.run import RunConfig, load_run, seconds_of
+from megatron_style.config.run import load_run, seconds_of
 from megatron_style.runtime.cluster import Hosts, Ssh, answering, divisible, signal_ranks, ssh
 from megatron_style.runtime.hosts import read_hostfile
 from megatron_style.runtime.lock import FolderLock
+from megatron_style.runtime.order import Order, launch_environment
 from megatron_style.runtime.record import RankRecord, Status, read_records, read_status
 
 STOP_SECONDS = 120.0  # to save and leave, when the supervisor is asked to stop
@@ -48,19 +47,6 @@ class Asked(Exception):
 
 class Failed(Exception):
     """One attempt came to nothing; another may not."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the user asked for."""
-
-    run: RunConfig
-    arguments: tuple[str, ...]  # of train
-    hosts: Hosts = field(default_factory=dict)  # none: this machine
-    processes: int | None = None
-    retries: int = 5
-    pause: float = 5.0
-    stall: float = 1800.0
 
 
 class Supervisor:
@@ -116,7 +102,8 @@ class Supervisor:
         """Success is what the run itself recorded: killing a launcher's process on a host gives exit code 0."""
         before = read_status(self._folder)
         with tempfile.TemporaryDirectory() as directory:
-            self._process = subprocess.Popen(self._command(Path(directory)), start_new_session=True)
+            command, environment = self._command(Path(directory)), launch_environment(Path(directory))
+            self._process = subprocess.Popen(command, env=environment, start_new_session=True)
             try:
                 self._wait(self._process)
             finally:
@@ -136,23 +123,7 @@ class Supervisor:
         raise Failed(self._reason(status, code))
 
     def _command(self, directory: Path) -> list[str]:
-        """With a hostfile always through ssh: DeepSpeed would start the last host that is left on this machine."""
-        where: list[str] = ["--hostfile", str(directory / "none")]
-        if self._order.hosts:
-            hosts = self._usable_hosts()
-            (directory / "hostfile").write_text("".join(f"{name} slots={n}\n" for name, n in hosts.items()))
-            where = ["--hostfile", str(directory / "hostfile"), "--force_multi"]
-        elif self._order.processes:
-            where += ["--num_accelerators", str(self._order.processes)]
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning", *where]
-        return [
-            *launcher,
-            "--master_port",
-            str(free_port()),
-            "--module",
-            "megatron_style.train",
-            *self._order.arguments,
-        ]
+        return self._order.command(directory, self._usable_hosts() if self._order.hosts else {})
 
     def _usable_hosts(self) -> Hosts:
         tensor = self._order.run.parallel.tensor
@@ -249,13 +220,6 @@ class Supervisor:
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Without reaping it: while its pid is taken, so is the name of its process group."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _duration(text: str) -> float:

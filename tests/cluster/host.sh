@@ -8,4 +8,6 @@ mount -t sysfs none /sys # tells of this network, not of the machine's
 mount --bind "$folder/hosts" /etc/hosts
 mount --bind "$folder/ssh_config" /etc/ssh/ssh_config
 mkdir -p /run/sshd
-exec "$(command -v sshd)" -D -e -f "$folder/sshd_config" -o PidFile=none
+"$(command -v sshd)" -E "$folder/$name.log" -f "$folder/sshd_config" -o PidFile=none
+sleep infinity & # the host outlives its ssh server
+wait

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tests.support.launch import ROOT
 
@@ -37,6 +38,7 @@ def why_not() -> str | None:
 class Cluster:
     folder: Path
     first_processes: Mapping[str, int]  # of each host's PID namespace, by host name
+    cables: Mapping[str, str]  # this machine's ends of them
 
     @property
     def names(self) -> list[str]:
@@ -52,9 +54,23 @@ class Cluster:
         words = self._inside(host) + list(map(str, command))
         return subprocess.run(words, env=_environment(more), capture_output=True, text=True, timeout=240)
 
-    def start(self, *command: object) -> subprocess.Popen[bytes]:
-        """The same on the first host, without waiting for its end."""
-        return subprocess.Popen(self._inside(None) + list(map(str, command)), env=_environment({}))
+    def start(self, *command: object, told: Path | None = None) -> subprocess.Popen[bytes]:
+        """The same on the first host, without waiting for its end. What it says may go to a file."""
+        words = self._inside(None) + list(map(str, command))
+        with (told or Path("/dev/stderr")).open("wb") as file:
+            return subprocess.Popen(words, env=_environment({}), stdout=file, stderr=file)
+
+    @property
+    def disk(self) -> Path:
+        """A small one, common to all hosts."""
+        return self.folder / "disk"
+
+    def plug(self, host: str, state: Literal["up", "down"]) -> None:
+        _ip("link", "set", self.cables[host], state)
+
+    def start_ssh(self, host: str) -> None:
+        done = self.run(shutil.which("sshd"), "-f", self.folder / "sshd_config", "-o", "PidFile=none", host=host)
+        assert done.returncode == 0, done.stderr
 
     def _inside(self, host: str | None) -> list[str]:
         target = str(self.first_processes[host or self.names[0]])
@@ -83,18 +99,22 @@ def cluster(folder: Path, count: int) -> Iterator[Cluster]:
     tag = f"s{os.getpid() % 100000}x{count}"  # names of interfaces have 15 characters at most
     names = [f"node{index}" for index in range(1, count + 1)]
     _write_settings(folder, names)
+    (folder / "disk").mkdir()
     with contextlib.ExitStack() as undo:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder / "disk")], check=True)
+        undo.callback(subprocess.run, ["umount", "--lazy", str(folder / "disk")], check=True)
         _ip("link", "add", f"{tag}b", "type", "bridge")
         undo.callback(_ip, "link", "delete", f"{tag}b")
         _ip("link", "set", f"{tag}b", "up")
-        first_processes = {}
+        first_processes, cables = {}, {}
         for index, name in enumerate(names, start=1):
             host = _start(folder, name)
             undo.callback(_end, host)
             first_processes[name] = _first_process(host)
-            _plug_in(tag, index, first_processes[name])
-            undo.callback(_ip, "link", "delete", f"{tag}v{index}")  # before the host: its last words keep a cable alive
-        made = Cluster(folder, first_processes)
+            cables[name] = f"{tag}v{index}"
+            _plug_in(f"{tag}b", cables[name], _address(index), first_processes[name])
+            undo.callback(_ip, "link", "delete", cables[name])  # before the host: its last words keep a cable alive
+        made = Cluster(folder, first_processes, cables)
         _wait_for_ssh(made)
         yield made
 
@@ -114,11 +134,11 @@ def _write_settings(folder: Path, names: list[str]) -> None:
     )
 
 
-def _plug_in(tag: str, index: int, process: int) -> None:
+def _plug_in(bridge: str, cable: str, address: str, process: int) -> None:
     """A cable from the bridge into the host's network, where its end is called eth0."""
-    _ip("link", "add", f"{tag}v{index}", "type", "veth", "peer", "name", "eth0", "netns", str(process))
-    _ip("link", "set", f"{tag}v{index}", "master", f"{tag}b", "up")
-    _ip("address", "add", f"{_address(index)}/24", "dev", "eth0", inside=process)
+    _ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(process))
+    _ip("link", "set", cable, "master", bridge, "up")
+    _ip("address", "add", f"{address}/24", "dev", "eth0", inside=process)
     _ip("link", "set", "eth0", "up", inside=process)
     _ip("link", "set", "lo", "up", inside=process)
 

@@ -16,8 +16,6 @@ from tests.cluster.hosts import Cluster
 from tests.support.launch import ROOT
 from tests.support.small_run import write_small_run
 
-pytestmark = pytest.mark.sweep  # a minute and more
-
 PORT = 29511
 
 
@@ -132,11 +130,13 @@ def test_every_fault_is_named_also_beside_others(two_hosts: Cluster, tmp_path: P
     expect_faults(two_hosts, tmp_path, ["unreachable host", "other version", "port in use", "full disk"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_named_alone(two_hosts: Cluster, tmp_path: Path, name: str) -> None:
     expect_faults(two_hosts, tmp_path, [name])
 
 
+@pytest.mark.sweep
 def test_hosts_whose_names_lead_to_themselves_need_the_interface_named(two_hosts: Cluster, tmp_path: Path) -> None:
     """As Debian's installer leaves it. The hosts meet at the rendezvous, and then wait for each other."""
     hostfile, run_file = two_hosts.hostfile(), write_small_run(tmp_path, ranks=2)
@@ -155,4 +155,4 @@ def test_hosts_whose_names_lead_to_themselves_need_the_interface_named(two_hosts
 def test_commands_on_a_host_see_its_own_processes_only(two_hosts: Cluster) -> None:
     """Else the launcher's way of ending processes could reach those of others."""
     seen = two_hosts.run("ps", "ax", "-o", "args=")
-    assert [line.split()[0] for line in seen.stdout.splitlines()] == ["sshd:", "ps"]
+    assert [line.split()[0] for line in seen.stdout.splitlines()] == ["bash", "sshd:", "sleep", "ps"]

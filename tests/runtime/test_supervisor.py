@@ -16,9 +16,10 @@ import pytest
 from megatron_style.config.errors import UserError
 from megatron_style.runtime.cluster import divisible, signal_ranks
 from megatron_style.runtime.lock import FolderLock
+from megatron_style.runtime.order import Order
 from megatron_style.runtime.process import Process, started_at, this_process
 from megatron_style.runtime.record import RankRecord, read_records, write_record
-from megatron_style.runtime.supervisor import Failed, Order, Supervisor
+from megatron_style.runtime.supervisor import Failed, Supervisor
 from tests.support.runs import tiny_run
 
 PRETEND = """
@@ -143,8 +144,8 @@ def test_a_run_that_is_at_work_is_refused_and_not_ended(tmp_path: Path, sleeper:
 def test_a_pid_of_someone_else_is_spared_on_other_hosts_too(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     """The command that would go over ssh, run by a shell of this host."""
 
-    def ssh(host: str, command: str) -> int:
-        return subprocess.run(["sh", "-c", command], check=False).returncode
+    def ssh(host: str, command: str) -> bool:
+        return subprocess.run(["sh", "-c", command], check=False).returncode == 0
 
     there = replace(rank_of(sleeper), place="another boot")
     for other in (replace(there, started=there.started + 1), replace(there, host="node-7")):
@@ -174,7 +175,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, silent: str, tens
         model={**tiny_run().model.as_data(), "heads": 12, "ffn_size": 24, "hidden_size": 24},
     )
     supervisor = Supervisor(
-        Order(run=run, arguments=("run.yaml",), hosts=HOSTS), ssh=lambda host, _: 255 if host in silent else 0
+        Order(run=run, arguments=("run.yaml",), hosts=HOSTS), ssh=lambda host, _: host not in silent
     )
     command = supervisor._command(tmp_path)
     assert (tmp_path / "hostfile").read_text() == kept
@@ -182,7 +183,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, silent: str, tens
 
 
 def test_without_hosts_an_attempt_fails_and_can_be_repeated(tmp_path: Path) -> None:
-    supervisor = Supervisor(order(tmp_path, hosts=HOSTS), ssh=lambda *_: 255)
+    supervisor = Supervisor(order(tmp_path, hosts=HOSTS), ssh=lambda *_: False)
     with pytest.raises(Failed, match="room for 0 ranks"):
         supervisor._command(tmp_path)
 

@@ -1,0 +1,165 @@
+"""What breaks on a cluster while a supervised run is at work: it ends with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_style.config.run import RunConfig
+from megatron_style.runtime.record import RankRecord, read_records
+from tests.checkpoint.test_resume import expect_bitwise, make_run, metrics, on_ranks
+from tests.cluster.hosts import Cluster
+from tests.support.training import write_corpus
+
+STEPS = 200
+SUPERVISE = ("launch/supervise.sh", "--pause", "2s", "--retries", "6", "--hostfile")
+
+
+def kill_a_rank(hosts: Cluster, folder: Path) -> None:
+    (rank,) = [record for record in ranks(folder) if record.host == "node2"]
+    kill(hosts, rank.pid)
+
+
+def kill_the_ssh_server_and_the_ranks(hosts: Cluster, folder: Path) -> None:
+    """All that answers on a host, as when it starts anew; it comes back after a while."""
+    silence(hosts)
+    time.sleep(3)
+    hosts.start_ssh("node2")
+
+
+def cut_the_link_for_30_seconds(hosts: Cluster, folder: Path) -> None:
+    hosts.plug("node2", "down")
+    time.sleep(30)
+    hosts.plug("node2", "up")
+
+
+def fill_the_disk(hosts: Cluster, folder: Path) -> None:
+    """Until a launch has failed of it."""
+    filler, failures = hosts.disk / "filler", told(folder).count("failed:")
+    until = time.monotonic() + 60
+    with filler.open("wb", buffering=0) as file:
+        while told(folder).count("failed:") == failures and time.monotonic() < until:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                time.sleep(0.05)
+    filler.unlink()
+    assert told(folder).count("failed:") > failures
+
+
+FAULTS: dict[str, Callable[[Cluster, Path], None]] = {
+    "rank": kill_a_rank,
+    "host": kill_the_ssh_server_and_the_ranks,
+    "disk": fill_the_disk,
+    "link": cut_the_link_for_30_seconds,
+}
+
+
+def test_a_run_that_meets_every_fault_equals_one_that_meets_none(two_hosts: Cluster) -> None:
+    expect_undisturbed_losses(two_hosts, "all", list(FAULTS))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_that_meets_one_fault_equals_one_that_meets_none(two_hosts: Cluster, fault: str) -> None:
+    expect_undisturbed_losses(two_hosts, fault, [fault])
+
+
+def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Cluster) -> None:
+    folder = two_hosts.disk / "fewer"
+    run = write_run(folder, "run")
+    with supervised(two_hosts, folder) as supervisor:
+        wait_for_step(folder, 30, supervisor)
+        silence(two_hosts)
+        try:
+            assert supervisor.wait(120) == 0, told(folder)
+        finally:
+            two_hosts.start_ssh("node2")
+    assert "without node2, which do not answer: 1 ranks" in told(folder)
+    steps = metrics(run)
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    batch = run.data.tokens_per_batch
+    assert {steps[0]["tokens"], steps[-1]["tokens"] - steps[-2]["tokens"]} == {2 * batch, batch}
+    assert {record.host for record in ranks(folder) if record.phase == "ended"} == {"node1"}
+
+
+def expect_undisturbed_losses(hosts: Cluster, name: str, faults: list[str]) -> None:
+    folder = hosts.disk / name
+    whole, run = write_run(folder, "whole"), write_run(folder, "run")
+    on_ranks(whole, 2)
+    with supervised(hosts, folder) as supervisor:
+        for number, fault in enumerate(faults):
+            wait_for_step(folder, 30 + number * (STEPS - 60) // len(faults), supervisor)
+            FAULTS[fault](hosts, folder)
+        assert supervisor.wait(180) == 0, told(folder)
+    assert f"finished at step {STEPS}" in told(folder)
+    expect_bitwise(run, whole)
+    for host in hosts.names:
+        assert "python" not in hosts.run("ps", "ax", "-o", "comm=", host=host).stdout
+
+
+def write_run(folder: Path, name: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    write_corpus(folder)
+    run = make_run(
+        folder,
+        name,
+        data=2,
+        steps=STEPS,
+        dropout=True,
+        output={"save_every": 20, "keep_last": 1, "evaluate_every": 100},
+    )
+    (folder / f"{name}.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
+    return run
+
+
+@contextmanager
+def supervised(hosts: Cluster, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = hosts.start(*SUPERVISE, hosts.hostfile(), folder / "run.yaml", told=said_in(folder))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def said_in(folder: Path) -> Path:
+    """Not on the disk that may be full."""
+    return folder.parent.with_name(f"{folder.name}.told")
+
+
+def told(folder: Path) -> str:
+    return said_in(folder).read_text()
+
+
+def ranks(folder: Path) -> list[RankRecord]:
+    return [seen.record for seen in read_records(folder / "run").values()]
+
+
+def wait_for_step(folder: Path, step: int, supervisor: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert supervisor.poll() is None, told(folder)
+        if min((record.step for record in ranks(folder) if record.phase == "training"), default=0) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError(told(folder))
+
+
+def silence(hosts: Cluster) -> None:
+    """Everything on node2 but its first process ends at once."""
+    hosts.run("bash", "-c", "kill -9 $(ps ax -o pid=,comm= | awk '$2 ~ /sshd|python/ {print $1}')", host="node2")
+
+
+def kill(hosts: Cluster, pid: int) -> None:
+    """As node2 numbers it."""
+    done = hosts.run("kill", "-9", pid, host="node2")
+    assert done.returncode == 0, done.stderr
