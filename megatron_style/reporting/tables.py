@@ -1,0 +1,113 @@
+"""The page's tables. Each scrolls in its own box, so that the page itself never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megatron_style.reporting.comparison import Difference, best, differences, final, loss_of, match
+from megatron_style.reporting.history import HeldOut, RunHistory
+from megatron_style.reporting.markup import Markup, join, tag, text
+from megatron_style.reporting.stages import stage_figures
+from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME
+
+_TOLD_APART = 5  # so many differing settings are named in the table of runs; all are in a table of their own
+_SAYS_NOTHING = frozenset({"output.path"})  # the run's name already does
+
+
+def table(about: str, head: Sequence[Markup], rows: Sequence[tuple[Markup, Sequence[Markup]]]) -> Markup:
+    """A row is its heading and its cells, each a whole `td`."""
+    heads = join(tag("th", name, scope="col") for name in head)
+    body = join(tag("tr", tag("th", name, scope="row"), *cells) for name, cells in rows)
+    inside = tag("table", tag("caption", text(about)), tag("thead", tag("tr", heads)), tag("tbody", body))
+    return tag("div", inside, class_="box", tabindex="0", role="region", aria_label=about)
+
+
+def _cells(*words: str) -> list[Markup]:
+    return [tag("td", text(word)) for word in words]
+
+
+def run_name(number: int, run: RunHistory) -> Markup:
+    return join((tag("span", class_=f"key run-{number}"), text(run.name)))
+
+
+def runs_table(runs: Sequence[RunHistory]) -> Markup:
+    head = ["run", "perplexity at the end", "best", "steps", "tokens", "time", "FLOPs", "set apart by"]
+    apart = differences(runs)
+    rows = []
+    for number, run in enumerate(runs, start=1):
+        end = run.end
+        cells = _cells(perplexity(final(run)), perplexity(best(run)), f"{end.step:,}", COUNT.text(end.tokens),
+                       TIME.text(end.seconds), FLOPS.text(end.flops))  # fmt: skip
+        words = tag("td", text(_told_apart(apart, number - 1)), class_="words")
+        rows.append((run_name(number, run), [*cells, words]))
+    return table("Held-out perplexity, and what it took", list(map(text, head)), rows)
+
+
+def perplexity(valid: HeldOut | None) -> str:
+    return NOT_RECORDED if valid is None or valid.perplexity is None else f"{valid.perplexity:,.2f}"
+
+
+def _told_apart(apart: Sequence[Difference], index: int) -> str:
+    telling = [row for row in apart if row.key not in _SAYS_NOTHING]
+    words = [f"{row.key} {row.values[index] or 'not set'}" for row in telling[:_TOLD_APART]]
+    rest = len(telling) - len(words)
+    return ", ".join(words + ([f"and {rest} more"] if rest else [])) or "nothing"
+
+
+def stages_table(runs: Sequence[RunHistory]) -> Markup:
+    head = ["run", "stage", "cache", "steps", "tokens", "time", "tokens a second", "FLOP/s", "peak memory"]
+    rows = []
+    for number, run in enumerate(runs, start=1):
+        for stage in stage_figures(run):
+            speed = NOT_RECORDED if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}"
+            cache = NOT_RECORDED if stage.cache_length is None else f"{stage.cache_length:,}"
+            cells = _cells(
+                stage.label, cache, f"{stage.steps:,}", COUNT.text(stage.tokens), TIME.text(stage.seconds), speed,
+                FLOPS_PER_SECOND.text(stage.flops_per_second), MEMORY.text(stage.memory_bytes),
+            )  # fmt: skip
+            rows.append((run_name(number, run), cells))
+    return table("The stages of each run; memory is that of the first rank", list(map(text, head)), rows)
+
+
+def match_tables(runs: Sequence[RunHistory]) -> Markup:
+    """Against the runs' last held-out losses, and against their best where these are others."""
+    tables = [_match_table(runs, final, "last")]
+    if any(final(run) != best(run) for run in runs):
+        tables.append(_match_table(runs, best, "best"))
+    return join(tables)
+
+
+def _match_table(runs: Sequence[RunHistory], goal: Callable[[RunHistory], HeldOut | None], word: str) -> Markup:
+    goals = [(run, valid) for run in runs if (valid := goal(run)) is not None]
+    heads = (join((text(run.name), tag("br"), text(f"{loss_of(valid):.4f} nats"))) for run, valid in goals)
+    head = [text("run"), *heads]
+    rows = [
+        (run_name(number, run), [_match_cell(run, other, loss_of(valid)) for other, valid in goals])
+        for number, run in enumerate(runs, start=1)
+    ]
+    return table(f"What the run of a row needed to match the {word} held-out loss of the run above", head, rows)
+
+
+def _match_cell(run: RunHistory, other: RunHistory, goal: float) -> Markup:
+    ours, theirs = match(run, goal), match(other, goal)
+    if ours is None or theirs is None:
+        return tag("td", text("-"))
+    sign = Markup("&le; ") if ours.at_most else Markup("")
+    time = join((sign, tag("b", text(TIME.text(ours.seconds))), _ratio(ours.seconds, theirs.seconds)))
+    tokens = join((sign, text(f"{COUNT.text(ours.tokens)} tokens"), _ratio(ours.tokens, theirs.tokens)))
+    return tag("td", time, tag("br"), tokens)
+
+
+def _ratio(ours: float | None, theirs: float | None) -> Markup:
+    if ours is None or not theirs:
+        return Markup("")
+    return tag("small", Markup(f" {ours / theirs:.2f}&times;"))
+
+
+def differences_table(runs: Sequence[RunHistory]) -> Markup:
+    rows = [
+        (text(row.key), _cells(*("not set" if value is None else value for value in row.values)))
+        for row in differences(runs)
+    ]
+    head = [text("key"), *(run_name(number, run) for number, run in enumerate(runs, start=1))]
+    return table("Keys of the run files that do not hold the same in all runs", head, rows)
