@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.scale import Scale
-from megatron_style.reporting.svg import LEFT, RIGHT, TOP, WIDTH, Field, base_line, frame, y_axis
+from megatron_style.reporting.svg import LEFT, TOP, Field, base_line, frame, y_axis
 from megatron_style.reporting.units import Quantity
 
-_HEIGHT, _BOTTOM = 130, 28
+_WIDTH, _HEIGHT, _BOTTOM = 340, 150, 28
 _WIDEST = 56.0
 
 
@@ -36,7 +36,7 @@ class BarChart:
 
 
 def draw_bars(chart: BarChart) -> Markup:
-    field = Field(LEFT, TOP, WIDTH - RIGHT, TOP + _HEIGHT)
+    field = Field(LEFT, TOP, _WIDTH - 4, TOP + _HEIGHT)
     highest = max(bar.value for group in chart.groups for bar in group.bars)
     y = Scale(0.0, highest * 1.08 or 1.0, field.bottom, field.top)
     width = (field.right - field.left) / len(chart.groups)
@@ -44,7 +44,7 @@ def draw_bars(chart: BarChart) -> Markup:
         _group(group, chart.quantity, y, field.left + index * width, width) for index, group in enumerate(chart.groups)
     )
     return frame(
-        chart.key, chart.title, chart.about, field.bottom + _BOTTOM,
+        chart.key, chart.title, chart.about, (_WIDTH, field.bottom + _BOTTOM),
         y_axis(y, chart.quantity, field), groups, base_line(field),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from megatron_style.reporting.scale import padded
 from megatron_style.reporting.stages import StageFigures, stage_figures, stage_spans
 from megatron_style.reporting.svg import Axis, Band, Chart, Line
 from megatron_style.reporting.thinning import Point
-from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, TIME, Quantity
+from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def recorded(along: Along, run: RunHistory) -> bool:
 def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
     """Loss, perplexity, learning rate and gradient norm; those of which nothing was recorded are left out."""
     bands = _bands(runs, along)
-    small_bands = bands if len(runs) == 1 else ()  # rows of stages would fill a small chart
+    small_bands = tuple(band for band in bands if band.row is None)  # rows of stages would fill a small chart
     losses = _train_lines(runs, along, lambda event: event.loss)
     losses += _held_out_lines(runs, along, lambda event: event.loss)
     training = _train_lines(runs, along, lambda event: perplexity_of(event.loss))
@@ -50,8 +50,9 @@ def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
         _chart("loss", "Loss, nats a token", along, losses, _range(losses), bands=bands),
         _chart("perplexity", "Perplexity", along, training + held_out, _perplexity_range(training, held_out),
                bands=bands, quantity=COUNT, logarithmic=True),
-        _chart("rate", "Learning rate", along, rates, _range(rates), bands=small_bands, height=110),
-        _chart("norm", "Gradient norm", along, norms, _range(norms, positive=True), bands=small_bands, height=110,
+        _chart("rate", "Learning rate", along, rates, _range(rates), bands=small_bands, height=120,
+               quantity=RATE),
+        _chart("norm", "Gradient norm", along, norms, _range(norms, positive=True), bands=small_bands, height=120,
                logarithmic=True),
     )  # fmt: skip
     return tuple(chart for chart in charts if chart is not None)
@@ -67,7 +68,7 @@ def by_position(runs: Sequence[RunHistory]) -> Chart | None:
     if spread is None:
         return None
     return Chart(
-        "position", "Held-out loss by the place in the segment, nats a token",
+        "position", "Held-out loss, nats a token",
         "Mean loss at equal bands of the place in the segment, of the last validation and of earlier stages' ends.",
         Axis(PERCENT, 0.0, 100.0, "place in the segment"), Axis(NUMBER, *padded(*spread)), tuple(lines),
     )  # fmt: skip
@@ -131,19 +132,25 @@ def _points(events: Iterable[tuple[Place, float | None]], along: Along) -> tuple
     return tuple(
         Point(x, math.nan if value is None else value, place.step)
         for place, value in events
-        if (x := along.of(place)) is not None and math.isfinite(x)
+        if (x := along.of(place)) is not None
     )
 
 
 def _bands(runs: Sequence[RunHistory], along: Along) -> tuple[Band, ...]:
+    """Stages that are the same in all runs shade the whole height; otherwise each run has a row."""
+    shared = len({_stage_bounds(run, along) for run in runs}) == 1
     bands = []
-    for number, run in enumerate(runs, start=1):
-        for index, (stage, (begin, end)) in enumerate(zip(run.stages, stage_spans(run), strict=True)):
-            low, high = along.of(begin), along.of(end)
-            if low is not None and high is not None:
-                row = number - 1 if len(runs) > 1 else None
-                bands.append(Band(low, high, stage.label, f"run-{number} {('even', 'odd')[index % 2]}", row))
+    for number, run in enumerate(runs[:1] if shared else runs, start=1):
+        for index, (low, high, label) in enumerate(_stage_bounds(run, along)):
+            style = f"run-{number} {('even', 'odd')[index % 2]}"
+            bands.append(Band(low, high, label, style, row=None if shared else number - 1))
     return tuple(bands)
+
+
+def _stage_bounds(run: RunHistory, along: Along) -> tuple[tuple[float, float, str], ...]:
+    bounds = ((along.of(begin), along.of(end), stage.label)
+              for stage, (begin, end) in zip(run.stages, stage_spans(run), strict=True))  # fmt: skip
+    return tuple((low, high, label) for low, high, label in bounds if low is not None and high is not None)
 
 
 def _range(lines: Iterable[Line], *, positive: bool = False) -> tuple[float, float] | None:
@@ -180,14 +187,17 @@ def _bar_chart(
     quantity: Quantity,
     value: Callable[[StageFigures], float | None],
 ) -> BarChart | None:
-    groups: dict[str, list[Bar]] = {}
-    for number, run in enumerate(runs, start=1):
-        for figures in stage_figures(run):
-            amount = value(figures)
-            if amount is not None and math.isfinite(amount):
-                groups.setdefault(figures.label, []).append(Bar(run.name, f"run-{number}", amount))
-    if not groups:
+    known = [
+        (figures, Bar(run.name, f"run-{number}", amount))
+        for number, run in enumerate(runs, start=1)
+        for figures in stage_figures(run)
+        if (amount := value(figures)) is not None and math.isfinite(amount)
+    ]
+    if not known:
         return None
+    groups: dict[str, list[Bar]] = {}
+    for figures, bar in sorted(known, key=lambda pair: pair[0].segment_length or 0):  # stable: runs keep their order
+        groups.setdefault(figures.label, []).append(bar)
     about = "; ".join(
         f"{bar.name}, {label}: {quantity.text(bar.value)}" for label, bars in groups.items() for bar in bars
     )

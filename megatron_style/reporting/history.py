@@ -133,7 +133,8 @@ def _read_event(line: str, where: str) -> Event:
 
 
 def _place(event: Event) -> Place:
-    return Place(event["step"], *(_number(event, key) for key in ("tokens", "seconds", "flops")))
+    counts = (_number(event, key) for key in ("tokens", "seconds", "flops"))
+    return Place(event["step"], *(count if count is not None and math.isfinite(count) else None for count in counts))
 
 
 def _stage(event: Event) -> StageOpening:

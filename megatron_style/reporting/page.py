@@ -78,12 +78,9 @@ def _curves(runs: Sequence[RunHistory]) -> Markup:
 
 
 def _not_recorded(runs: Sequence[RunHistory]) -> Markup:
-    lacking = {along.label: [run.name for run in runs if not charts.recorded(along, run)] for along in charts.ALONG}
-    return join(
-        _remark(f"Without {label}, which was not recorded: {', '.join(names)}.")
-        for label, names in lacking.items()
-        if names
-    )
+    lacking = [(along, [run.name for run in runs if not charts.recorded(along, run)]) for along in charts.ALONG]
+    words = "; ".join(f"{along.label} by {', '.join(names)}" for along, names in lacking if names)
+    return _remark(f"Not recorded: {words}.") if words else Markup("")
 
 
 def _figure(chart: Chart) -> Markup:
@@ -104,15 +101,18 @@ def _position(runs: Sequence[RunHistory]) -> Markup:
     chart = charts.by_position(runs)
     if chart is None:
         return Markup("")
-    words = _remark("Of each run's last validation; broken lines are those at the ends of its earlier stages.")
-    return _section("Loss by place in the segment", words, tag("div", _figure(chart), class_="charts"))
+    words = _remark(
+        "The last validation of each run; broken lines are those at the ends of its earlier stages. Without a cache "
+        "the first tokens of a segment cost the most: they are predicted from almost nothing."
+    )
+    return _section("Loss by place in the segment", tag("div", _figure(chart), words, class_="charts"))
 
 
 def _stages(runs: Sequence[RunHistory]) -> Markup:
     if not any(run.stages for run in runs):
         return Markup("")
     drawn = (tag("figure", tag("figcaption", text(chart.title)), draw_bars(chart)) for chart in charts.speeds(runs))
-    return _section("Stages: speed and memory", tag("div", *drawn, class_="charts"), stages_table(runs))
+    return _section("Stages: speed and memory", tag("div", *drawn, class_="charts small"), stages_table(runs))
 
 
 def _matches(runs: Sequence[RunHistory]) -> Markup:
@@ -120,7 +120,7 @@ def _matches(runs: Sequence[RunHistory]) -> Markup:
         return Markup("")
     words = _remark(
         "Between two validations the loss is taken to fall evenly. A ratio below 1: sooner than the run above itself. "
-        "A dash: never. At most: the first validation was already as good."
+        "A dash: never. At most: the run's first validation was better already."
     )
     return _section("Time and tokens to match", words, match_tables(runs))
 
@@ -132,7 +132,7 @@ def _differences(runs: Sequence[RunHistory]) -> Markup:
 
 def _samples(runs: Sequence[RunHistory]) -> Markup:
     told = [run for run in runs if run.samples]
-    return _section("Generated text", *map(_run_samples, told)) if told else Markup("")
+    return _section("Generated text", *map(_run_samples, told), style="folded") if told else Markup("")
 
 
 def _run_samples(run: RunHistory) -> Markup:
@@ -154,4 +154,4 @@ def _run_files(runs: Sequence[RunHistory]) -> Markup:
     files = (
         tag("details", tag("summary", text(f"{run.name}: run.yaml")), tag("pre", text(run.run_file))) for run in runs
     )
-    return _section("Run files", *files)
+    return _section("Run files", *files, style="folded")

@@ -12,6 +12,7 @@ from megatron_style.reporting.history import Place, RunHistory
 @dataclass(frozen=True)
 class StageFigures:
     label: str
+    segment_length: int | None
     cache_length: int | None
     steps: int
     tokens: float | None
@@ -48,6 +49,7 @@ def _figures(run: RunHistory, index: int, label: str, begin: Place, end: Place) 
     memory = [event.memory_bytes for event in inside if event.memory_bytes is not None]
     return StageFigures(
         label,
+        run.stages[index].segment_length,
         run.stages[index].cache_length,
         steps=max(0, end.step - begin.step + is_last),
         tokens=tokens,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.scale import Scale
 from megatron_style.reporting.thinning import Point, spread, thin
-from megatron_style.reporting.units import NUMBER, Quantity
+from megatron_style.reporting.units import Quantity
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 56, 14, 8, 42
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 56, 20, 8, 46
 STRIP = 17  # the height of one run's row of stages
 _LETTER = 9.0  # a letter is at most so wide on a small screen, where letters are larger
 _SPOTS = 60  # so many points of a line tell their value under the pointer
@@ -75,29 +75,28 @@ def draw(chart: Chart) -> Markup:
     spots = join(_spots(line, chart, x, y) for line in chart.lines)
     clip = tag("clipPath", _rectangle(field.left, field.top - 2, field.right, field.bottom + 2), id=f"{chart.key}-clip")
     return frame(
-        chart.key, chart.title, chart.about, field.bottom + BOTTOM,
+        chart.key, chart.title, chart.about, (WIDTH, field.bottom + BOTTOM),
         join(_band(band, x, field) for band in chart.bands), y_axis(y, chart.y.quantity, field),
         _x_axis(x, chart.x, field), clip, tag("g", inside, clip_path=f"url(#{chart.key}-clip)"), spots,
     )  # fmt: skip
 
 
-def frame(key: str, title: str, about: str, height: float, *inside: Markup) -> Markup:
+def frame(key: str, title: str, about: str, size: tuple[float, float], *inside: Markup) -> Markup:
     """The drawing with its name and description for those who do not see it."""
     return tag(
         "svg",
         tag("title", text(title), id=f"{key}-title"),
         tag("desc", text(about), id=f"{key}-desc"),
         *inside,
-        viewBox=f"0 0 {WIDTH} {height:.0f}",
+        viewBox=f"0 0 {size[0]:g} {size[1]:g}",
         role="img",
         aria_labelledby=f"{key}-title {key}-desc",
     )
 
 
 def y_axis(scale: Scale, quantity: Quantity, field: Field) -> Markup:
-    ticks = scale.ticks(6)
     marks = []
-    for tick, label in zip(ticks, quantity.labels(ticks), strict=True):
+    for tick, label in quantity.ticks(scale, most=round((field.bottom - field.top) / 30)):
         place = scale.place(tick)
         marks.append(tag("path", d=f"M{field.left:g} {place:.1f}H{field.right:g}", class_="grid"))
         marks.append(tag("text", text(label), x=field.left - 7, y=f"{place + 4:.1f}", class_="tick", text_anchor="end"))
@@ -105,13 +104,12 @@ def y_axis(scale: Scale, quantity: Quantity, field: Field) -> Markup:
 
 
 def _x_axis(scale: Scale, axis: Axis, field: Field) -> Markup:
-    ticks = scale.ticks(6)
     marks = [base_line(field)]
-    for tick, label in zip(ticks, axis.quantity.labels(ticks), strict=True):
+    for tick, label in axis.quantity.ticks(scale, most=6):
         place = f"{scale.place(tick):.1f}"
         marks.append(tag("path", d=f"M{place} {field.bottom:g}v4", class_="axis"))
         marks.append(tag("text", text(label), x=place, y=field.bottom + 19, class_="tick", text_anchor="middle"))
-    marks.append(tag("text", text(axis.label), x=field.right, y=field.bottom + 37, class_="tick", text_anchor="end"))
+    marks.append(tag("text", text(axis.label), x=field.right, y=field.bottom + 40, class_="tick", text_anchor="end"))
     return join(marks)
 
 
@@ -155,7 +153,7 @@ def _spots(line: Line, chart: Chart, x: Scale, y: Scale) -> Markup:
     inside = [point for point in line.points if y.has(point.y) and chart.y.low <= point.y <= chart.y.high]
     for point in spread(inside, _SPOTS):
         where = f"{chart.x.label} {chart.x.quantity.text(point.x)}, step {point.step}"
-        title = f"{line.name}: {NUMBER.text(point.y)} ({where})"
+        title = f"{line.name}: {point.y:.5g} ({where})"
         place = {"cx": f"{x.place(point.x):.1f}", "cy": f"{y.place(point.y):.1f}"}
         style = f"mark {line.style}" if line.has_marks else "spot"
         drawn.append(tag("circle", tag("title", text(title)), **place, r=3, class_=style))

@@ -11,15 +11,15 @@ from megatron_style.reporting.stages import stage_figures
 from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME
 
 _TOLD_APART = 5  # so many differing settings are named in the table of runs; all are in a table of their own
-_SAYS_NOTHING = frozenset({"output.path"})  # the run's name already does
 
 
 def table(about: str, head: Sequence[Markup], rows: Sequence[tuple[Markup, Sequence[Markup]]]) -> Markup:
     """A row is its heading and its cells, each a whole `td`."""
     heads = join(tag("th", name, scope="col") for name in head)
     body = join(tag("tr", tag("th", name, scope="row"), *cells) for name, cells in rows)
-    inside = tag("table", tag("caption", text(about)), tag("thead", tag("tr", heads)), tag("tbody", body))
-    return tag("div", inside, class_="box", tabindex="0", role="region", aria_label=about)
+    inside = tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), aria_label=about)
+    box = tag("div", inside, class_="box", tabindex="0", role="region", aria_label=about)
+    return tag("figure", tag("figcaption", text(about)), box, class_="table")
 
 
 def _cells(*words: str) -> list[Markup]:
@@ -31,42 +31,50 @@ def run_name(number: int, run: RunHistory) -> Markup:
 
 
 def runs_table(runs: Sequence[RunHistory]) -> Markup:
-    head = ["run", "perplexity at the end", "best", "steps", "tokens", "time", "FLOPs", "set apart by"]
+    names = ("run", "perplexity at the end", "best", "stages, L", "steps", "tokens", "time", "FLOPs")
+    head = [*map(text, names), tag("span", text("set apart by"), class_="words")]
     apart = differences(runs)
     rows = []
     for number, run in enumerate(runs, start=1):
         end = run.end
-        cells = _cells(perplexity(final(run)), perplexity(best(run)), f"{end.step:,}", COUNT.text(end.tokens),
-                       TIME.text(end.seconds), FLOPS.text(end.flops))  # fmt: skip
+        cells = _cells(perplexity(final(run)), perplexity(best(run)), _lengths(run), f"{end.step:,}",
+                       COUNT.text(end.tokens), TIME.text(end.seconds), FLOPS.text(end.flops))  # fmt: skip
         words = tag("td", text(_told_apart(apart, number - 1)), class_="words")
         rows.append((run_name(number, run), [*cells, words]))
-    return table("Held-out perplexity, and what it took", list(map(text, head)), rows)
+    return table("Held-out perplexity, and what it took", head, rows)
 
 
 def perplexity(valid: HeldOut | None) -> str:
     return NOT_RECORDED if valid is None or valid.perplexity is None else f"{valid.perplexity:,.2f}"
 
 
+def _lengths(run: RunHistory) -> str:
+    return ", ".join(stage.label.removeprefix("L=") for stage in run.stages) or NOT_RECORDED
+
+
 def _told_apart(apart: Sequence[Difference], index: int) -> str:
-    telling = [row for row in apart if row.key not in _SAYS_NOTHING]
-    words = [f"{row.key} {row.values[index] or 'not set'}" for row in telling[:_TOLD_APART]]
-    rest = len(telling) - len(words)
-    return ", ".join(words + ([f"and {rest} more"] if rest else [])) or "nothing"
+    """Without what the row says already: the run's name, and the lengths of its stages."""
+    telling = [row for row in apart if row.key != "output.path" and not row.key.startswith("stages.")]
+    words = ["stages"] if any(row.key.startswith("stages.") for row in apart) else []
+    words += [f"{row.key} {row.values[index] or 'not set'}" for row in telling[:_TOLD_APART]]
+    rest = len(telling) - _TOLD_APART
+    return ", ".join(words + ([f"and {rest} more"] if rest > 0 else [])) or "nothing"
 
 
 def stages_table(runs: Sequence[RunHistory]) -> Markup:
-    head = ["run", "stage", "cache", "steps", "tokens", "time", "tokens a second", "FLOP/s", "peak memory"]
+    head = ["stage", "cache", "steps", "tokens", "time", "tokens a second", "FLOP/s", "peak memory"]
     rows = []
     for number, run in enumerate(runs, start=1):
         for stage in stage_figures(run):
             speed = NOT_RECORDED if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}"
             cache = NOT_RECORDED if stage.cache_length is None else f"{stage.cache_length:,}"
             cells = _cells(
-                stage.label, cache, f"{stage.steps:,}", COUNT.text(stage.tokens), TIME.text(stage.seconds), speed,
+                cache, f"{stage.steps:,}", COUNT.text(stage.tokens), TIME.text(stage.seconds), speed,
                 FLOPS_PER_SECOND.text(stage.flops_per_second), MEMORY.text(stage.memory_bytes),
             )  # fmt: skip
-            rows.append((run_name(number, run), cells))
-    return table("The stages of each run; memory is that of the first rank", list(map(text, head)), rows)
+            name = (tag("span", class_=f"key run-{number}"), text(f"{run.name}, " if len(runs) > 1 else ""))
+            rows.append((join((*name, text(stage.label))), cells))
+    return table("What each stage took; memory is that of the first rank", list(map(text, head)), rows)
 
 
 def match_tables(runs: Sequence[RunHistory]) -> Markup:
@@ -92,9 +100,11 @@ def _match_cell(run: RunHistory, other: RunHistory, goal: float) -> Markup:
     ours, theirs = match(run, goal), match(other, goal)
     if ours is None or theirs is None:
         return tag("td", text("-"))
-    sign = Markup("&le; ") if ours.at_most else Markup("")
-    time = join((sign, tag("b", text(TIME.text(ours.seconds))), _ratio(ours.seconds, theirs.seconds)))
-    tokens = join((sign, text(f"{COUNT.text(ours.tokens)} tokens"), _ratio(ours.tokens, theirs.tokens)))
+    bound = text("at most " if ours.at_most else "")
+    ratios = [] if run is other else [(ours.seconds, theirs.seconds), (ours.tokens, theirs.tokens)]
+    time_ratio, tokens_ratio = [_ratio(*pair) for pair in ratios] or [Markup(""), Markup("")]
+    time = join((bound, tag("b", text(TIME.text(ours.seconds))), time_ratio))
+    tokens = join((bound, text(f"{COUNT.text(ours.tokens)} tokens"), tokens_ratio))
     return tag("td", time, tag("br"), tokens)
 
 

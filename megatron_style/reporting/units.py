@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megatron_style.reporting.scale import Scale
 
 NOT_RECORDED = "-"
 _METRIC = ("", "k", "M", "G", "T", "P", "E", "Z")
@@ -33,10 +35,11 @@ class Quantity:
         unit = self.unit(abs(value))
         return f"{three_digits(value / unit.size)}{unit.long}"
 
-    def labels(self, ticks: tuple[float, ...]) -> tuple[str, ...]:
-        """Ticks of one axis share one unit, so that they can be compared at a glance."""
-        unit = self.unit(max(map(abs, ticks), default=0.0))
-        return tuple(f"{_plain(tick / unit.size)}{unit.short}" if tick else "0" for tick in ticks)
+    def ticks(self, scale: Scale, most: int) -> tuple[tuple[float, str], ...]:
+        """Round values of one unit, with their labels: an axis of 25 minutes is cut at minutes, not at 500 seconds."""
+        unit = self.unit(scale.high)
+        rounds = replace(scale, low=scale.low / unit.size, high=scale.high / unit.size).ticks(most)
+        return tuple((value * unit.size, f"{_plain(value)}{unit.short}" if value else "0") for value in rounds)
 
 
 def three_digits(value: float) -> str:
@@ -66,6 +69,9 @@ FLOPS_PER_SECOND = Quantity("FLOP/s", _metric("FLOP/s"))
 MEMORY = Quantity(
     "memory",
     tuple(Unit(1024.0**power, f" {word}", f" {word}") for power, word in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
+)
+RATE = Quantity(
+    "rate", (*(Unit(float(f"1e{power}"), f"e{power}", f"e{power}") for power in range(-9, 0)), Unit(1.0, "", ""))
 )
 PERCENT = Quantity("percent", (Unit(1.0, "%", "%"),))
 NUMBER = Quantity("number", (Unit(1.0, "", ""),))

@@ -103,13 +103,14 @@ class Tab:
 
 @contextmanager
 def open_tab(program: str, profile: Path) -> Iterator[Tab]:
-    """The browser reads commands from its file 3 and answers on its file 4; a shell puts our pipes there."""
+    """The browser reads commands from its file 3 and answers on its file 4; a shell puts our pipes there
+    (bash, for dash knows no file above 9)."""
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
     shell = f'exec "$0" {_FLAGS} --user-data-dir="$1" 3<&{to_read} 4>&{from_write}'
     with (profile.parent / "browser.log").open("wb") as log:
         process = subprocess.Popen(
-            ["sh", "-c", shell, program, str(profile)], pass_fds=(to_read, from_write), stdout=log, stderr=log
+            ["bash", "-c", shell, program, str(profile)], pass_fds=(to_read, from_write), stdout=log, stderr=log
         )
     os.close(to_read)
     os.close(from_write)

@@ -117,4 +117,4 @@ def totals(run: WrittenRun, step: int, seconds: float) -> Event:
 
 
 def loss_at(run: WrittenRun, step: int) -> float:
-    return run.floor + 7.2 * (1 + step / 12) ** -0.55
+    return run.floor + 7.2 * math.exp(-0.55 * math.log1p(step / 12))
