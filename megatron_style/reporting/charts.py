@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_style.reporting.bars import Bar, BarChart, Group
-from megatron_style.reporting.history import HeldOut, Place, RunHistory, Trained, perplexity_of
+from megatron_style.reporting.history import HeldOut, Place, RunHistory
 from megatron_style.reporting.scale import padded
 from megatron_style.reporting.stages import StageFigures, stage_figures, stage_spans
 from megatron_style.reporting.svg import Axis, Band, Chart, Line
 from megatron_style.reporting.thinning import Point
 from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
+
+Values = Callable[[RunHistory], Sequence[tuple[Place, float | None]]]
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
     """Loss, perplexity, learning rate and gradient norm; those of which nothing was recorded are left out."""
     bands = _bands(runs, along)
     small_bands = tuple(band for band in bands if band.row is None)  # rows of stages would fill a small chart
-    losses = _train_lines(runs, along, lambda event: event.loss)
-    losses += _held_out_lines(runs, along, lambda event: event.loss)
-    training = _train_lines(runs, along, lambda event: perplexity_of(event.loss))
-    held_out = _held_out_lines(runs, along, lambda event: event.perplexity)
-    rates = _train_lines(runs, along, lambda event: event.learning_rate)
-    norms = _train_lines(runs, along, lambda event: event.grad_norm)
+    losses = _lines(runs, along, "training", lambda run: [(event.at, event.loss) for event in run.trained])
+    losses += _lines(runs, along, "held-out", lambda run: [(event.at, event.loss) for event in run.held_out])
+    training = _lines(runs, along, "training", lambda run: [(event.at, event.perplexity) for event in run.trained])
+    held_out = _lines(runs, along, "held-out", lambda run: [(event.at, event.perplexity) for event in run.held_out])
+    rates = _lines(runs, along, "training", lambda run: [(event.at, event.learning_rate) for event in run.trained])
+    norms = _lines(runs, along, "training", lambda run: [(event.at, event.grad_norm) for event in run.trained])
     charts = (
         _chart("loss", "Loss, nats a token", along, losses, _range(losses), bands=bands),
         _chart("perplexity", "Perplexity", along, training + held_out, _perplexity_range(training, held_out),
@@ -105,29 +107,15 @@ def _chart(
     return Chart(f"{key}-by-{along.key}", title, about, x, y, lines, bands, height)
 
 
-def _train_lines(
-    runs: Sequence[RunHistory], along: Along, value: Callable[[Trained], float | None]
-) -> tuple[Line, ...]:
+def _lines(runs: Sequence[RunHistory], along: Along, kind: str, values: Values) -> tuple[Line, ...]:
     found = (
-        Line(f"{run.name}, training", f"run-{number} training",
-             _points(((event.at, value(event)) for event in run.trained), along))
+        Line(f"{run.name}, {kind}", f"run-{number} {kind}", _points(values(run), along), has_marks=kind == "held-out")
         for number, run in enumerate(runs, start=1)
-    )  # fmt: skip
+    )
     return tuple(line for line in found if line.points)
 
 
-def _held_out_lines(
-    runs: Sequence[RunHistory], along: Along, value: Callable[[HeldOut], float | None]
-) -> tuple[Line, ...]:
-    found = (
-        Line(f"{run.name}, held-out", f"run-{number} held-out",
-             _points(((event.at, value(event)) for event in run.held_out), along), has_marks=True)
-        for number, run in enumerate(runs, start=1)
-    )  # fmt: skip
-    return tuple(line for line in found if line.points)
-
-
-def _points(events: Iterable[tuple[Place, float | None]], along: Along) -> tuple[Point, ...]:
+def _points(events: Sequence[tuple[Place, float | None]], along: Along) -> tuple[Point, ...]:
     """What was not recorded at a place is a gap there; a place without its x is left out."""
     return tuple(
         Point(x, math.nan if value is None else value, place.step)

@@ -46,6 +46,10 @@ class Trained:
     stage_seconds: float | None
     memory_bytes: float | None
 
+    @property
+    def perplexity(self) -> float | None:
+        return _perplexity(self.loss)
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -152,14 +156,14 @@ def _held_out(event: Event) -> HeldOut:
     values = tuple(map(_as_number, bands)) if isinstance(bands, list) else ()
     by_position = tuple(math.nan if value is None else value for value in values)
     loss, perplexity = _number(event, "loss"), _number(event, "perplexity")
-    return HeldOut(_place(event), loss, perplexity_of(loss) if perplexity is None else perplexity, by_position)
+    return HeldOut(_place(event), loss, _perplexity(loss) if perplexity is None else perplexity, by_position)
 
 
 def _sample(event: Event) -> Sample:
     return Sample(_place(event), str(event.get("prompt", "")), str(event.get("text", "")))
 
 
-def perplexity_of(loss: float | None) -> float | None:
+def _perplexity(loss: float | None) -> float | None:
     if loss is None:
         return None
     return math.exp(loss) if loss < 700 else math.inf

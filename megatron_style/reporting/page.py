@@ -12,7 +12,14 @@ from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.stages import stage_figures
 from megatron_style.reporting.style import style_sheet
 from megatron_style.reporting.svg import Chart, draw
-from megatron_style.reporting.tables import differences_table, match_tables, perplexity, runs_table, stages_table
+from megatron_style.reporting.tables import (
+    differences_table,
+    match_tables,
+    perplexity,
+    run_name,
+    runs_table,
+    stages_table,
+)
 from megatron_style.reporting.units import COUNT, FLOPS, TIME
 
 
@@ -89,12 +96,12 @@ def _figure(chart: Chart) -> Markup:
 
 
 def _legend(runs: Sequence[RunHistory]) -> Markup:
-    keys = [join((tag("span", class_=f"key run-{number}"), text(run.name))) for number, run in enumerate(runs, start=1)]
+    keys = [run_name(number, run) for number, run in enumerate(runs, start=1)] if len(runs) > 1 else []
     thin = tag("svg", tag("path", d="M0 5H32", class_="line training"), viewBox="0 0 32 10", aria_hidden="true")
     mark = tag("circle", cx="16", cy="5", r="3", class_="mark")
     thick = tag("svg", tag("path", d="M0 5H32", class_="line"), mark, viewBox="0 0 32 10", aria_hidden="true")
     kinds = [join((thick, text("held-out"))), join((thin, text("training")))]
-    return tag("ul", *(tag("li", entry) for entry in [*(keys if len(runs) > 1 else []), *kinds]), class_="legend")
+    return tag("ul", *(tag("li", entry) for entry in [*keys, *kinds]), class_="legend")
 
 
 def _position(runs: Sequence[RunHistory]) -> Markup:
@@ -147,7 +154,7 @@ def _run_samples(run: RunHistory) -> Markup:
 
 def _sample(sample: Sample) -> Markup:
     head = _remark(f"step {sample.at.step:,}, after {COUNT.text(sample.at.tokens)} tokens")
-    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(sample.text))))
+    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(f" {sample.text.lstrip(' ')}"))))
 
 
 def _run_files(runs: Sequence[RunHistory]) -> Markup:

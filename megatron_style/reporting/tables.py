@@ -72,8 +72,8 @@ def stages_table(runs: Sequence[RunHistory]) -> Markup:
                 cache, f"{stage.steps:,}", COUNT.text(stage.tokens), TIME.text(stage.seconds), speed,
                 FLOPS_PER_SECOND.text(stage.flops_per_second), MEMORY.text(stage.memory_bytes),
             )  # fmt: skip
-            name = (tag("span", class_=f"key run-{number}"), text(f"{run.name}, " if len(runs) > 1 else ""))
-            rows.append((join((*name, text(stage.label))), cells))
+            name = join((run_name(number, run), text(f", {stage.label}"))) if len(runs) > 1 else text(stage.label)
+            rows.append((name, cells))
     return table("What each stage took; memory is that of the first rank", list(map(text, head)), rows)
 
 

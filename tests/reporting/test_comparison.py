@@ -7,13 +7,13 @@ import math
 import pytest
 
 from megatron_style.reporting.comparison import Difference, Match, best, differences, final, match
-from megatron_style.reporting.history import HeldOut, Place, RunHistory, perplexity_of
+from megatron_style.reporting.history import HeldOut, Place, RunHistory
 
 
 def run_with(*validations: tuple[float, float, float], settings: tuple[tuple[str, str], ...] = ()) -> RunHistory:
     """Validations as (tokens, seconds, loss)."""
     held_out = tuple(
-        HeldOut(Place(step, tokens, seconds), loss, perplexity_of(loss), ())
+        HeldOut(Place(step, tokens, seconds), loss, None, ())
         for step, (tokens, seconds, loss) in enumerate(validations, start=1)
     )
     return RunHistory("a run", "", settings, stages=(), trained=(), held_out=held_out, samples=())
