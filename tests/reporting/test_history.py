@@ -75,7 +75,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
 
 def test_figures_of_stages_add_up(tmp_path: Path) -> None:
     stages = (WrittenStage(64, 30, 1000, 5), WrittenStage(64, 20, 500, 9), WrittenStage(128, 10, 250, 7))
-    written = WrittenRun(stages, log_every=10, tokens_per_batch=100, flops_per_token=3.0)
+    written = WrittenRun(stages, log_every=1, tokens_per_batch=100, flops_per_token=3.0)
     run = read_run("x", write_run(tmp_path / "x", written))
     figures = stage_figures(run)
     assert [stage.label for stage in figures] == ["L=64", "L=64 (2)", "L=128"]
