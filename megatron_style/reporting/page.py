@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from megatron_style.reporting import charts
@@ -153,8 +154,10 @@ def _run_samples(run: RunHistory) -> Markup:
 
 
 def _sample(sample: Sample) -> Markup:
+    """A young model may say nothing but line ends: they are counted, not shown."""
     head = _remark(f"step {sample.at.step:,}, after {COUNT.text(sample.at.tokens)} tokens")
-    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(f" {sample.text.lstrip(' ')}"))))
+    told = re.sub(r"\n{3,}", lambda ends: f"\n[{len(ends[0])} line ends]\n", sample.text)
+    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(f" {told.strip()}"))))
 
 
 def _run_files(runs: Sequence[RunHistory]) -> Markup:

@@ -73,6 +73,7 @@ fieldset input:checked + label { background: var(--ink); border-color: var(--ink
 fieldset input:focus-visible + label { outline: 2px solid var(--run-1); outline-offset: 2px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); gap: 1.6rem 2.4rem; }
 .charts.small { grid-template-columns: repeat(auto-fill, minmax(min(100%, 18rem), 1fr)); }
+.charts + .remark, .charts + .table { margin-top: 1.4rem; }
 .by-time, .by-flops { display: none; }
 .curves:has(#along-time:checked) .by-tokens, .curves:has(#along-flops:checked) .by-tokens { display: none; }
 .curves:has(#along-time:checked) .by-time, .curves:has(#along-flops:checked) .by-flops { display: grid; }
@@ -86,9 +87,10 @@ svg .stage text { font-size: 11px; fill: var(--muted); }
 .band { fill: var(--ink); } .band.even { fill-opacity: .025; } .band.odd { fill-opacity: .075; }
 .strip { fill: var(--run); } .strip.even { fill-opacity: .16; } .strip.odd { fill-opacity: .34; }
 svg .stage .strip ~ text { fill: var(--ink); }
-.line { fill: none; stroke: var(--run); stroke-width: 2; stroke-linecap: round; stroke-linejoin: round; }
-.line.training { stroke-width: 1.1; stroke-opacity: .6; }
-.line.faint { stroke-width: 1.3; stroke-opacity: .4; stroke-dasharray: 4 3; }
+.line { fill: none; stroke: var(--run); stroke-width: 2; stroke-linecap: round; stroke-linejoin: round;
+  vector-effect: non-scaling-stroke; }
+.line.training { stroke-width: 1.2; stroke-opacity: .7; }
+.line.faint { stroke-width: 1.3; stroke-opacity: .5; stroke-dasharray: 4 3; }
 .mark { fill: var(--run); stroke: var(--ground); stroke-width: 1; } .spot { fill: transparent; }
 .mark:is(.run-5, .run-6, .run-7, .run-8) { fill: var(--ground); stroke: var(--run); stroke-width: 1.5; }
 .mark:hover, .spot:hover { fill: var(--run, var(--ink)); stroke: var(--ink); stroke-width: 1.5; }
@@ -117,7 +119,7 @@ blockquote b { font-weight: 600; }
   .charts { grid-template-columns: 1fr 1fr; gap: 1rem 1.4rem; } .charts.small { grid-template-columns: 1fr 1fr 1fr; }
   tbody th, thead th:first-child { position: static; }
   .box { overflow: visible; } th, td { white-space: normal; padding-right: .7rem; } .words { min-width: 0; }
-  table { font-size: 8pt; } tr { break-inside: avoid; } figcaption, .remark { break-after: avoid; }
+  table { font-size: 8pt; } tr { break-inside: avoid; } figcaption, h2 + .remark { break-after: avoid; }
   dl.figures { grid-template-columns: repeat(5, 1fr); gap: 1rem; } dd { font-size: 1.1rem; }
   .folded:not(:has(details[open])) { display: none; }
 }

@@ -53,8 +53,8 @@ def _lengths(run: RunHistory) -> str:
 
 
 def _told_apart(apart: Sequence[Difference], index: int) -> str:
-    """Without what the row says already: the run's name, and the lengths of its stages."""
-    telling = [row for row in apart if row.key != "output.path" and not row.key.startswith("stages.")]
+    """Without where and how often the run writes, and with one word for its stages, whose lengths the row has."""
+    telling = [row for row in apart if not row.key.startswith(("output.", "stages."))]
     words = ["stages"] if any(row.key.startswith("stages.") for row in apart) else []
     words += [f"{row.key} {row.values[index] or 'not set'}" for row in telling[:_TOLD_APART]]
     rest = len(telling) - _TOLD_APART

@@ -185,6 +185,14 @@ def test_long_runs_have_lines_of_at_most_600_points(tmp_path: Path) -> None:
     assert 300 < max(line.count("L") + line.count("M") for line in lines) <= 600
 
 
+def test_many_line_ends_in_a_sample_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "first", SMALL)
+    event = {"kind": "sample", "step": 10, "tokens": 9, "prompt": "Yes", "text": " and no\n\n so" + "\n" * 40}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert "Yes and no\n\n so\n[40 line ends]" in page_of(tmp_path, run).text
+
+
 @pytest.mark.parametrize("name", ["<script>alert(1)<", "a&b", "$x_{$", '"quoted"', "{title}", "größer"])
 def test_names_settings_and_samples_are_text_and_nothing_else(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path / name, SMALL)
