@@ -55,6 +55,8 @@ thead th { color: var(--muted); font-weight: 500; font-size: .85rem; vertical-al
   border-color: var(--axis); }
 tbody th, thead th:first-child { text-align: left; font-weight: 550; }
 tbody th, thead th:first-child { position: sticky; left: 0; background: var(--ground); }
+tbody th span.name { display: block; width: max-content; max-width: 22rem; white-space: normal;
+  overflow-wrap: anywhere; }
 .words { text-align: left; white-space: normal; min-width: 20rem; }
 thead .words { display: block; }
 td b { font-weight: 600; }
@@ -109,6 +111,7 @@ blockquote b { font-weight: 600; }
   body { padding: 1.4rem 1rem 3rem; font-size: 15px; }
   h1 { font-size: 1.4rem; } h2 { margin-top: 2.4rem; }
   dl.figures { grid-template-columns: 1fr 1fr; gap: 1rem 1.4rem; } dd { font-size: 1.2rem; }
+  tbody th span.name { max-width: 9.5rem; }
   svg text { font-size: 15px; } svg .stage text { font-size: 13px; }
 }
 @media print {
@@ -119,7 +122,8 @@ blockquote b { font-weight: 600; }
   .charts { grid-template-columns: 1fr 1fr; gap: 1rem 1.4rem; } .charts.small { grid-template-columns: 1fr 1fr 1fr; }
   tbody th, thead th:first-child { position: static; }
   .box { overflow: visible; } th, td { white-space: normal; padding-right: .7rem; } .words { min-width: 0; }
-  table { font-size: 8pt; } tr { break-inside: avoid; } figcaption, h2 + .remark { break-after: avoid; }
+  table { font-size: 8pt; } thead th { font-size: 1em; }
+  tr { break-inside: avoid; } figcaption, h2 + .remark { break-after: avoid; }
   dl.figures { grid-template-columns: repeat(5, 1fr); gap: 1rem; } dd { font-size: 1.1rem; }
   .folded:not(:has(details[open])) { display: none; }
 }

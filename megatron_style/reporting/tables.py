@@ -16,7 +16,7 @@ _TOLD_APART = 5  # so many differing settings are named in the table of runs; al
 def table(about: str, head: Sequence[Markup], rows: Sequence[tuple[Markup, Sequence[Markup]]]) -> Markup:
     """A row is its heading and its cells, each a whole `td`."""
     heads = join(tag("th", name, scope="col") for name in head)
-    body = join(tag("tr", tag("th", name, scope="row"), *cells) for name, cells in rows)
+    body = join(tag("tr", tag("th", tag("span", name, class_="name"), scope="row"), *cells) for name, cells in rows)
     inside = tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), aria_label=about)
     box = tag("div", inside, class_="box", tabindex="0", role="region", aria_label=about)
     return tag("figure", tag("figcaption", text(about)), box, class_="table")

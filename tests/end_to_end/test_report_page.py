@@ -85,6 +85,8 @@ def test_wide_tables_scroll_in_their_own_boxes(tab: Tab, page: Path) -> None:
     boxes = tab.ask("[...document.querySelectorAll('.box')].map(box => [box.clientWidth, box.scrollWidth])")
     assert any(inside > box for box, inside in boxes)
     assert all(box <= 375 for box, _ in boxes)
+    names = tab.ask("[...document.querySelectorAll('tbody th')].map(name => name.getBoundingClientRect().width)")
+    assert max(names) < 375 / 2  # they stay when the rest scrolls, and must leave room for it
 
 
 def test_a_point_tells_its_value(tab: Tab, page: Path) -> None:
