@@ -41,16 +41,15 @@ def even_ticks(low: float, high: float, most: int) -> tuple[float, ...]:
 
 
 def ratio_ticks(low: float, high: float, most: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, ... or powers of ten alone; a range with too few of them gets even ticks."""
+    """1, 2, 5, 10, ... or 1, 3, 10, ... or powers of ten alone; a range with too few of them gets even ticks."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    fine = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
-    fine = [tick for tick in fine if low <= tick <= high]
-    if len(fine) < 3:
-        return even_ticks(low, high, most)
-    if len(fine) <= most:
-        return tuple(fine)
-    coarse = [float(f"1e{power}") for power in powers if low <= float(f"1e{power}") <= high]
-    return tuple(coarse[:: -(-len(coarse) // most)])
+    ticks: list[float] = []
+    for digits in ((1, 2, 5), (1, 3), (1,)):
+        every = (float(f"{digit}e{power}") for power in powers for digit in digits)
+        ticks = [tick for tick in every if low <= tick <= high]
+        if len(ticks) <= most:
+            return tuple(ticks) if len(ticks) > 2 or len(digits) < 3 else even_ticks(low, high, most)
+    return tuple(ticks[:: -(-len(ticks) // most)])
 
 
 def padded(low: float, high: float, *, logarithmic: bool = False) -> tuple[float, float]:

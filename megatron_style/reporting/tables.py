@@ -101,10 +101,11 @@ def _match_cell(run: RunHistory, other: RunHistory, goal: float) -> Markup:
     if ours is None or theirs is None:
         return tag("td", text("-"))
     bound = text("at most " if ours.at_most else "")
-    ratios = [] if run is other else [(ours.seconds, theirs.seconds), (ours.tokens, theirs.tokens)]
-    time_ratio, tokens_ratio = [_ratio(*pair) for pair in ratios] or [Markup(""), Markup("")]
-    time = join((bound, tag("b", text(TIME.text(ours.seconds))), time_ratio))
-    tokens = join((bound, text(f"{COUNT.text(ours.tokens)} tokens"), tokens_ratio))
+    lines = (
+        (tag("b", text(TIME.text(ours.seconds))), ours.seconds, theirs.seconds),
+        (text(f"{COUNT.text(ours.tokens)} tokens"), ours.tokens, theirs.tokens),
+    )
+    time, tokens = (join((bound, words, Markup("") if run is other else _ratio(*both))) for words, *both in lines)
     return tag("td", time, tag("br"), tokens)
 
 

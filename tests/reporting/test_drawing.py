@@ -45,11 +45,26 @@ def test_even_ticks_are_in_range_few_and_evenly_spaced(low: float, span: float, 
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(8, 1200, (10, 20, 50, 100, 200, 500, 1000)), (1, 1e6, (1, 10, 100, 1e3, 1e4, 1e5, 1e6)), (31, 48, (35, 40, 45))],
+    ("low", "high", "most", "ticks"),
+    [
+        (8, 1200, 7, (10, 20, 50, 100, 200, 500, 1000)),
+        (0.15, 9, 4, (0.3, 1, 3)),
+        (1, 1e6, 7, (1, 10, 100, 1e3, 1e4, 1e5, 1e6)),
+        (1, 1e6, 4, (1, 100, 1e4, 1e6)),
+        (31, 48, 7, (35, 40, 45)),
+    ],
 )
-def test_ratio_ticks_are_round(low: float, high: float, ticks: tuple[float, ...]) -> None:
-    assert ratio_ticks(low, high, 7)[: len(ticks)] == ticks
+def test_ratio_ticks_are_round(low: float, high: float, most: int, ticks: tuple[float, ...]) -> None:
+    assert ratio_ticks(low, high, most) == ticks
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1.01, 1e9), st.integers(3, 8))
+def test_ratio_ticks_are_in_range_and_neither_one_nor_many(low: float, ratio: float, most: int) -> None:
+    high = low * ratio
+    ticks = ratio_ticks(low, high, most)
+    assert 1 <= len(ticks) <= most
+    assert len(ticks) > 1 or ratio < 10
+    assert all(low * 0.999 <= tick <= high * 1.001 for tick in ticks)
 
 
 def test_a_scale_maps_its_ends_to_its_ends() -> None:
