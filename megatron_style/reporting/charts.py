@@ -1,0 +1,192 @@
+"""Which charts there are: what is drawn from runs, and in which ranges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_style.reporting.bars import Bar, BarChart, Group
+from megatron_style.reporting.history import HeldOut, Place, RunHistory
+from megatron_style.reporting.scale import padded
+from megatron_style.reporting.stages import StageFigures, stage_figures, stage_spans
+from megatron_style.reporting.svg import Axis, Band, Chart, Line
+from megatron_style.reporting.thinning import Point
+from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
+
+Values = Callable[[RunHistory], Sequence[tuple[Place, float | None]]]
+
+
+@dataclass(frozen=True)
+class Along:
+    """What a curve is drawn against."""
+
+    key: str
+    label: str
+    quantity: Quantity
+    of: Callable[[Place], float | None]
+
+
+ALONG = (
+    Along("tokens", "tokens", COUNT, lambda place: place.tokens),
+    Along("time", "time", TIME, lambda place: place.seconds),
+    Along("flops", "FLOPs", FLOPS, lambda place: place.flops),
+)
+
+
+def recorded(along: Along, run: RunHistory) -> bool:
+    return along.of(run.end) is not None
+
+
+def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
+    """Loss, perplexity, learning rate and gradient norm; those of which nothing was recorded are left out."""
+    bands = _bands(runs, along)
+    small_bands = tuple(band for band in bands if band.row is None)  # rows of stages would fill a small chart
+    losses = _lines(runs, along, "training", lambda run: [(event.at, event.loss) for event in run.trained])
+    losses += _lines(runs, along, "held-out", lambda run: [(event.at, event.loss) for event in run.held_out])
+    training = _lines(runs, along, "training", lambda run: [(event.at, event.perplexity) for event in run.trained])
+    held_out = _lines(runs, along, "held-out", lambda run: [(event.at, event.perplexity) for event in run.held_out])
+    rates = _lines(runs, along, "training", lambda run: [(event.at, event.learning_rate) for event in run.trained])
+    norms = _lines(runs, along, "training", lambda run: [(event.at, event.grad_norm) for event in run.trained])
+    charts = (
+        _chart("loss", "Loss, nats a token", along, losses, _range(losses), bands=bands),
+        _chart("perplexity", "Perplexity", along, training + held_out, _perplexity_range(training, held_out),
+               bands=bands, quantity=COUNT, logarithmic=True),
+        _chart("rate", "Learning rate", along, rates, _range(rates), bands=small_bands, height=120,
+               quantity=RATE),
+        _chart("norm", "Gradient norm", along, norms, _range(norms, positive=True), bands=small_bands, height=120,
+               logarithmic=True),
+    )  # fmt: skip
+    return tuple(chart for chart in charts if chart is not None)
+
+
+def by_position(runs: Sequence[RunHistory]) -> Chart | None:
+    """The last validation of each run, and faintly those at the ends of its earlier stages."""
+    lines = []
+    for number, run in enumerate(runs, start=1):
+        lines += [_position_line(run, valid, f"run-{number} faint") for valid in _stage_ends(run)]
+        lines += [_position_line(run, valid, f"run-{number} held-out", has_marks=True) for valid in run.held_out[-1:]]
+    spread = _range(lines)
+    if spread is None:
+        return None
+    return Chart(
+        "position", "Held-out loss, nats a token",
+        "Mean loss at equal bands of the place in the segment, of the last validation and of earlier stages' ends.",
+        Axis(PERCENT, 0.0, 100.0, "place in the segment"), Axis(NUMBER, *padded(*spread)), tuple(lines),
+    )  # fmt: skip
+
+
+def speeds(runs: Sequence[RunHistory]) -> tuple[BarChart, ...]:
+    """What each stage did in a second and held in memory; stages of the same segment length stand together."""
+    charts = (
+        _bar_chart(runs, "speed", "Speed, tokens a second", COUNT, lambda figures: figures.tokens_per_second),
+        _bar_chart(runs, "work", "Speed, FLOP/s", FLOPS_PER_SECOND, lambda figures: figures.flops_per_second),
+        _bar_chart(runs, "memory", "Peak memory of the first rank", MEMORY, lambda figures: figures.memory_bytes),
+    )
+    return tuple(chart for chart in charts if chart is not None)
+
+
+def _chart(
+    key: str,
+    title: str,
+    along: Along,
+    lines: tuple[Line, ...],
+    values: tuple[float, float] | None,
+    *,
+    bands: tuple[Band, ...],
+    quantity: Quantity = NUMBER,
+    logarithmic: bool = False,
+    height: int = 220,
+) -> Chart | None:
+    reach = max((point.x for line in lines for point in line.points), default=0.0)
+    if values is None or reach <= 0:
+        return None
+    about = f"{title} against {along.label}. Lines: {'; '.join(line.name for line in lines)}."
+    x = Axis(along.quantity, 0.0, reach, along.label)
+    y = Axis(quantity, *padded(*values, logarithmic=logarithmic), logarithmic=logarithmic)
+    return Chart(f"{key}-by-{along.key}", title, about, x, y, lines, bands, height)
+
+
+def _lines(runs: Sequence[RunHistory], along: Along, kind: str, values: Values) -> tuple[Line, ...]:
+    found = (
+        Line(f"{run.name}, {kind}", f"run-{number} {kind}", _points(values(run), along), has_marks=kind == "held-out")
+        for number, run in enumerate(runs, start=1)
+    )
+    return tuple(line for line in found if line.points)
+
+
+def _points(events: Sequence[tuple[Place, float | None]], along: Along) -> tuple[Point, ...]:
+    """What was not recorded at a place is a gap there; a place without its x is left out."""
+    return tuple(
+        Point(x, math.nan if value is None else value, place.step)
+        for place, value in events
+        if (x := along.of(place)) is not None
+    )
+
+
+def _bands(runs: Sequence[RunHistory], along: Along) -> tuple[Band, ...]:
+    """Stages that are the same in all runs shade the whole height; otherwise each run has a row."""
+    shared = len({_stage_bounds(run, along) for run in runs}) == 1
+    bands = []
+    for number, run in enumerate(runs[:1] if shared else runs, start=1):
+        for index, (low, high, label) in enumerate(_stage_bounds(run, along)):
+            style = f"run-{number} {('even', 'odd')[index % 2]}"
+            bands.append(Band(low, high, label, style, row=None if shared else number - 1))
+    return tuple(bands)
+
+
+def _stage_bounds(run: RunHistory, along: Along) -> tuple[tuple[float, float, str], ...]:
+    bounds = ((along.of(begin), along.of(end), stage.label)
+              for stage, (begin, end) in zip(run.stages, stage_spans(run), strict=True))  # fmt: skip
+    return tuple((low, high, label) for low, high, label in bounds if low is not None and high is not None)
+
+
+def _range(lines: Iterable[Line], *, positive: bool = False) -> tuple[float, float] | None:
+    values = [point.y for line in lines for point in line.points if math.isfinite(point.y)]
+    values = [value for value in values if value > 0 or not positive]
+    return (min(values), max(values)) if values else None
+
+
+def _perplexity_range(training: tuple[Line, ...], held_out: tuple[Line, ...]) -> tuple[float, float] | None:
+    """Down to the lowest of all, up to the highest held-out one: the first steps' training would flatten the rest."""
+    whole, upper = _range(training + held_out, positive=True), _range(held_out, positive=True)
+    if whole is None or upper is None or upper[0] == upper[1]:
+        return whole
+    return whole[0], upper[1]
+
+
+def _stage_ends(run: RunHistory) -> list[HeldOut]:
+    """The last validation of each stage but the last."""
+    nexts = [stage.before.step for stage in run.stages[1:]]
+    before = ([valid for valid in run.held_out if valid.at.step < step] for step in nexts)
+    return [valids[-1] for valids in before if valids]
+
+
+def _position_line(run: RunHistory, valid: HeldOut, style: str, *, has_marks: bool = False) -> Line:
+    share = 100.0 / max(1, len(valid.by_position))
+    points = (Point((index + 0.5) * share, loss, valid.at.step) for index, loss in enumerate(valid.by_position))
+    return Line(f"{run.name}, step {valid.at.step}", style, tuple(points), has_marks)
+
+
+def _bar_chart(
+    runs: Sequence[RunHistory],
+    key: str,
+    title: str,
+    quantity: Quantity,
+    value: Callable[[StageFigures], float | None],
+) -> BarChart | None:
+    known = [
+        (figures, Bar(run.name, f"run-{number}", amount))
+        for number, run in enumerate(runs, start=1)
+        for figures in stage_figures(run)
+        if (amount := value(figures)) is not None and math.isfinite(amount)
+    ]
+    if not known:
+        return None
+    groups: dict[str, list[Bar]] = {}
+    for figures, bar in sorted(known, key=lambda pair: pair[0].segment_length or 0):  # stable: runs keep their order
+        groups.setdefault(figures.label, []).append(bar)
+    about = "; ".join(
+        f"{bar.name}, {label}: {quantity.text(bar.value)}" for label, bars in groups.items() for bar in bars
+    )
+    return BarChart(key, title, about, quantity, tuple(Group(label, tuple(bars)) for label, bars in groups.items()))

@@ -1,0 +1,190 @@
+"""A run's folder, read into frozen values. What a run did not record is None, never an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_style.config.errors import UserError
+from megatron_style.config.yaml_file import read_yaml
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far training had come."""
+
+    step: int
+    tokens: float | None = None
+    seconds: float | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class StageOpening:
+    before: Place  # the totals before its first step
+    segment_length: int | None
+    cache_length: int | None
+
+    @property
+    def label(self) -> str:
+        return "L=?" if self.segment_length is None else f"L={self.segment_length}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    at: Place
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    tokens_per_second: float | None
+    stage_seconds: float | None
+    memory_bytes: float | None
+
+    @property
+    def perplexity(self) -> float | None:
+        return _perplexity(self.loss)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    at: Place
+    loss: float | None
+    perplexity: float | None
+    by_position: tuple[float, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        return self.loss is not None and math.isfinite(self.loss)
+
+
+@dataclass(frozen=True)
+class Sample:
+    at: Place
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    name: str
+    run_file: str
+    settings: tuple[tuple[str, str], ...]  # the run file, one value a key: ("model.layers", "4")
+    stages: tuple[StageOpening, ...]
+    trained: tuple[Trained, ...]
+    held_out: tuple[HeldOut, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def end(self) -> Place:
+        """How far it came: the counts only grow."""
+        places = [Place(0), *(event.at for event in self.trained), *(event.at for event in self.held_out)]
+        return Place(
+            max(place.step for place in places),
+            *(_largest(getattr(place, name) for place in places) for name in ("tokens", "seconds", "flops")),
+        )
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
+    """Each run under its folder's name, or under the whole path where two share the name."""
+    names = [folder.resolve().name for folder in folders]
+    named = {
+        name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
+    }
+    return tuple(read_run(name, folder) for name, folder in named.items())
+
+
+def read_run(name: str, folder: Path) -> RunHistory:
+    metrics, run_file = folder / "metrics.jsonl", folder / "run.yaml"
+    for needed in (metrics, run_file):
+        if not needed.is_file():
+            raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
+    settings = tuple(_flat(read_yaml(run_file)))
+    events = _read_events(metrics)
+    return RunHistory(
+        name,
+        run_file.read_text(encoding="utf-8"),
+        settings,
+        stages=tuple(_stage(event) for event in events if event["kind"] == "stage"),
+        trained=tuple(_trained(event) for event in events if event["kind"] == "train"),
+        held_out=tuple(_held_out(event) for event in events if event["kind"] == "valid"),
+        samples=tuple(_sample(event) for event in events if event["kind"] == "sample"),
+    )
+
+
+def _read_events(path: Path) -> list[Event]:
+    try:
+        content = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; the record of a run is expected") from None
+    whole = content.split("\n")[:-1]  # the last line of a killed run may be torn
+    return [_read_event(line, where=f"{path}:{number}") for number, line in enumerate(whole, start=1)]
+
+
+def _read_event(line: str, where: str) -> Event:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or "kind" not in event or not isinstance(event.get("step"), int):
+        raise UserError(f"{where}: holds {line[:60]!r}; expected an event as a run writes it, with kind and step")
+    return event
+
+
+def _place(event: Event) -> Place:
+    counts = (_number(event, key) for key in ("tokens", "seconds", "flops"))
+    return Place(event["step"], *(count if count is not None and math.isfinite(count) else None for count in counts))
+
+
+def _stage(event: Event) -> StageOpening:
+    lengths = (_number(event, key) for key in ("segment_length", "cache_length"))
+    return StageOpening(_place(event), *(None if length is None else int(length) for length in lengths))
+
+
+def _trained(event: Event) -> Trained:
+    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "stage_seconds", "memory_bytes")
+    return Trained(_place(event), *(_number(event, key) for key in keys))
+
+
+def _held_out(event: Event) -> HeldOut:
+    bands = event.get("by_position")
+    values = tuple(map(_as_number, bands)) if isinstance(bands, list) else ()
+    by_position = tuple(math.nan if value is None else value for value in values)
+    loss, perplexity = _number(event, "loss"), _number(event, "perplexity")
+    return HeldOut(_place(event), loss, _perplexity(loss) if perplexity is None else perplexity, by_position)
+
+
+def _sample(event: Event) -> Sample:
+    return Sample(_place(event), str(event.get("prompt", "")), str(event.get("text", "")))
+
+
+def _perplexity(loss: float | None) -> float | None:
+    if loss is None:
+        return None
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _number(event: Event, key: str) -> float | None:
+    return _as_number(event.get(key))
+
+
+def _as_number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _largest(values: Iterator[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _flat(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every value of a run file with its path; what is null is left out, like what is not there."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    elif value is not None:
+        yield key, json.dumps(value) if isinstance(value, bool) else str(value)

@@ -1,0 +1,167 @@
+"""The page: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megatron_style.reporting import charts
+from megatron_style.reporting.bars import draw_bars
+from megatron_style.reporting.comparison import best, differences, final
+from megatron_style.reporting.history import RunHistory, Sample
+from megatron_style.reporting.markup import Markup, join, tag, text
+from megatron_style.reporting.stages import stage_figures
+from megatron_style.reporting.style import style_sheet
+from megatron_style.reporting.svg import Chart, draw
+from megatron_style.reporting.tables import (
+    differences_table,
+    match_tables,
+    perplexity,
+    run_name,
+    runs_table,
+    stages_table,
+)
+from megatron_style.reporting.units import COUNT, FLOPS, TIME
+
+
+def page(runs: Sequence[RunHistory]) -> str:
+    names = ", ".join(run.name for run in runs)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", text(names)),
+        tag("style", Markup(style_sheet())),
+    )
+    several = len(runs) > 1
+    title = tag("h1", text(f"{len(runs)} runs compared" if several else runs[0].name))
+    parts = [title, runs_table(runs) if several else _figures(runs[0]), _curves(runs), _position(runs), _stages(runs)]
+    parts += [_matches(runs), _differences(runs)] if several else []
+    body = tag("body", tag("main", *parts, _samples(runs), _run_files(runs)))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _section(title: str, *inside: Markup, style: str = "") -> Markup:
+    return tag("section", tag("h2", text(title)), *inside, class_=style or False)
+
+
+def _remark(words: str) -> Markup:
+    return tag("p", text(words), class_="remark")
+
+
+def _figures(run: RunHistory) -> Markup:
+    """The figures of a single run, large."""
+    end, lowest = run.end, best(run)
+    at_best = f"best {perplexity(lowest)}, step {lowest.at.step:,}" if lowest else "no validation yet"
+    rates = [stage.tokens_per_second for stage in stage_figures(run) if stage.tokens_per_second is not None]
+    speed = COUNT.text(rates[-1] if rates else None)
+    shown = (
+        ("held-out perplexity", perplexity(final(run)), at_best),
+        ("tokens", COUNT.text(end.tokens), f"{end.step:,} steps"),
+        ("time of training", TIME.text(end.seconds), "without validation and saving"),
+        ("model FLOPs", FLOPS.text(end.flops), "over all ranks"),
+        ("tokens a second", speed, "in the last stage"),
+    )
+    cells = (
+        tag("div", tag("dt", text(name)), tag("dd", text(value), tag("small", text(note))))
+        for name, value, note in shown
+    )
+    return tag("dl", *cells, class_="figures")
+
+
+def _curves(runs: Sequence[RunHistory]) -> Markup:
+    known = [along for along in charts.ALONG if any(charts.recorded(along, run) for run in runs)]
+    drawn = {along: charts.curves(runs, along) for along in known}
+    drawn = {along: figures for along, figures in drawn.items() if figures}
+    if not drawn:
+        return _section("Curves", _remark("No step has been recorded yet."))
+    choices = join(
+        join((tag("input", type="radio", name="along", id=f"along-{along.key}", checked=along == next(iter(drawn))),
+              tag("label", text(along.label), for_=f"along-{along.key}")))
+        for along in drawn
+    )  # fmt: skip
+    switch = tag("fieldset", tag("legend", text("against")), choices) if len(drawn) > 1 else Markup("")
+    sheets = (tag("div", *map(_figure, figures), class_=f"charts by-{along.key}") for along, figures in drawn.items())
+    return _section("Curves", switch, _legend(runs), *sheets, _not_recorded(runs), style="curves")
+
+
+def _not_recorded(runs: Sequence[RunHistory]) -> Markup:
+    lacking = [(along, [run.name for run in runs if not charts.recorded(along, run)]) for along in charts.ALONG]
+    words = "; ".join(f"{along.label} by {', '.join(names)}" for along, names in lacking if names)
+    return _remark(f"Not recorded: {words}.") if words else Markup("")
+
+
+def _figure(chart: Chart) -> Markup:
+    note = ", logarithmic" if chart.y.logarithmic else ""
+    return tag("figure", tag("figcaption", text(chart.title + note)), draw(chart))
+
+
+def _legend(runs: Sequence[RunHistory]) -> Markup:
+    keys = [run_name(number, run) for number, run in enumerate(runs, start=1)] if len(runs) > 1 else []
+    thin = tag("svg", tag("path", d="M0 5H32", class_="line training"), viewBox="0 0 32 10", aria_hidden="true")
+    mark = tag("circle", cx="16", cy="5", r="3", class_="mark")
+    thick = tag("svg", tag("path", d="M0 5H32", class_="line"), mark, viewBox="0 0 32 10", aria_hidden="true")
+    kinds = [join((thick, text("held-out"))), join((thin, text("training")))]
+    return tag("ul", *(tag("li", entry) for entry in [*keys, *kinds]), class_="legend")
+
+
+def _position(runs: Sequence[RunHistory]) -> Markup:
+    chart = charts.by_position(runs)
+    if chart is None:
+        return Markup("")
+    words = _remark(
+        "The last validation of each run; broken lines are those at the ends of its earlier stages. Without a cache "
+        "the first tokens of a segment cost the most: they are predicted from almost nothing."
+    )
+    return _section("Loss by place in the segment", tag("div", _figure(chart), words, class_="charts"))
+
+
+def _stages(runs: Sequence[RunHistory]) -> Markup:
+    if not any(run.stages for run in runs):
+        return Markup("")
+    drawn = (tag("figure", tag("figcaption", text(chart.title)), draw_bars(chart)) for chart in charts.speeds(runs))
+    return _section("Stages: speed and memory", tag("div", *drawn, class_="charts small"), stages_table(runs))
+
+
+def _matches(runs: Sequence[RunHistory]) -> Markup:
+    if all(final(run) is None for run in runs):
+        return Markup("")
+    words = _remark(
+        "Between two validations the loss is taken to fall evenly. A ratio below 1: sooner than the run above itself. "
+        "A dash: never. At most: the run's first validation was better already."
+    )
+    return _section("Time and tokens to match", words, match_tables(runs))
+
+
+def _differences(runs: Sequence[RunHistory]) -> Markup:
+    found = differences_table(runs) if differences(runs) else _remark("The run files hold the same.")
+    return _section("What differs", found)
+
+
+def _samples(runs: Sequence[RunHistory]) -> Markup:
+    told = [run for run in runs if run.samples]
+    return _section("Generated text", *map(_run_samples, told), style="folded") if told else Markup("")
+
+
+def _run_samples(run: RunHistory) -> Markup:
+    """The first, the middle and the last; all of them one fold deeper."""
+    samples = run.samples
+    chosen = [samples[index] for index in sorted({0, len(samples) // 2, len(samples) - 1})]
+    rest = tag("details", tag("summary", text(f"all {len(samples)}")), *map(_sample, samples))
+    inside = [*map(_sample, chosen), *([rest] if len(samples) > len(chosen) else [])]
+    steps = ", ".join(f"{sample.at.step:,}" for sample in chosen)
+    return tag("details", tag("summary", text(f"{run.name}: after step {steps}")), *inside)
+
+
+def _sample(sample: Sample) -> Markup:
+    """A young model may say nothing but line ends: they are counted, not shown."""
+    head = _remark(f"step {sample.at.step:,}, after {COUNT.text(sample.at.tokens)} tokens")
+    told = re.sub(r"\n{3,}", lambda ends: f"\n[{len(ends[0])} line ends]\n", sample.text)
+    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(f" {told.strip()}"))))
+
+
+def _run_files(runs: Sequence[RunHistory]) -> Markup:
+    files = (
+        tag("details", tag("summary", text(f"{run.name}: run.yaml")), tag("pre", text(run.run_file))) for run in runs
+    )
+    return _section("Run files", *files, style="folded")
