@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_style"
-LAYERS = ["config", "schedule", "data", "parallel", "model", "inference", "runtime", "checkpoint", "commands"]
+LAYERS = [
+    "config",
+    "schedule",
+    "data",
+    "planning",
+    "parallel",
+    "model",
+    "inference",
+    "runtime",
+    "checkpoint",
+    "commands",
+]
 ONLY_IN = {
     "deepspeed": {"runtime", "checkpoint"},
     "yaml": {"config"},
