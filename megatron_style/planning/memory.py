@@ -76,12 +76,13 @@ def plan_memory(setup: Setup, stage: Stage) -> MemoryPlan:
 
 
 def plan_states(setup: Setup, positions: int = 0) -> StateBytes:
-    """DeepSpeed's: from stage 1 on there is a full-precision copy of the weights, also of weights that are full."""
+    """DeepSpeed's: ZeRO keeps a full-precision copy of the weights for its optimizer, also of weights that are full."""
     zero, e, P = setup.sharding, setup.sharding.element_bytes, setup.parameters
     part = P / setup.data  # what ZeRO leaves to a rank
     weights = e * (part + _never_split(setup) if zero.zero_stage == 3 and setup.data > 1 else P)
     gradients = e * (part if zero.zero_stage >= 2 else P)
-    optimizer = _FLOAT * (zero.optimizer_states + 1) * part if zero.zero_stage else _FLOAT * zero.optimizer_states * P
+    copies = 1 if zero.zero_stage or zero.precision != "fp32" else 0
+    optimizer = _FLOAT * (zero.optimizer_states + copies) * (part if zero.zero_stage else P)
     update = _needed_by_update(setup, part)
     host = 0.0
     if zero.offloads_optimizer:

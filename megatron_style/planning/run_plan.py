@@ -13,7 +13,7 @@ from megatron_style.planning.extent import Extent, extents_of
 from megatron_style.planning.memory import MemoryPlan, Setup, StateBytes, largest_micro_rows, plan_memory, plan_states
 from megatron_style.planning.parameters import count_parameters
 from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.timing import Machine, StepTime, flops_of_step, plan_time
+from megatron_style.planning.timing import Machine, StepTime, flops_of_token, plan_time
 from megatron_style.schedule.stages import Stage, resolve_stage
 
 Number = TypeVar("Number", int, float)
@@ -29,7 +29,8 @@ class StagePlan:
     recomputed: float  # and if every block were computed again
     fits: bool
     largest_micro_rows: int | None  # that fit; None: not even one row does
-    flops_per_token: float
+    flops_per_token: float  # the model's
+    dense_flops_per_token: float  # with attention as segment x (cache + segment)
     traffic: Traffic
     time: StepTime
     seconds: float | None  # of the whole stage
@@ -144,7 +145,8 @@ def _plan_stage(setup: Setup, stage: Stage, extent: Extent, machine: Machine, me
         recomputed=recomputed,
         fits=plan.total <= USABLE * memory,
         largest_micro_rows=largest_micro_rows(setup, stage, USABLE * memory),
-        flops_per_token=flops_of_step(setup, stage) * setup.tensor / (stage.rows * stage.segment_length),
+        flops_per_token=flops_of_token(setup, stage),
+        dense_flops_per_token=flops_of_token(setup, stage, causal_once=False),
         traffic=plan_traffic(setup, stage),
         time=time,
         seconds=None if extent.steps is None else extent.steps * time.total,

@@ -38,22 +38,29 @@ class StepTime:
         return self.tensor + self.data
 
 
-def flops_of_step(setup: Setup, stage: Stage) -> float:
-    """The model's, on one rank; what is recomputed is not counted."""
-    each = training_flops_per_token(
+def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> float:
+    """The model's; what is recomputed is not counted."""
+    return training_flops_per_token(
         setup.model,
         setup.vocab_size,
         segment_length=stage.segment_length,
         cache_length=stage.cache_length,
         band_shares=setup.band_shares,
+        causal_once=causal_once,
     )
-    return each * stage.rows * stage.segment_length / setup.tensor
+
+
+def executed_flops(setup: Setup, stage: Stage) -> float:
+    """What one rank really computes in a step: causal kernels skip what a token may not see, but not under the mask
+    that a cache needs, and recomputing is a second forward pass, a third of the whole."""
+    each = flops_of_token(setup, stage, causal_once=stage.cache_length == 0)
+    again = 4 / 3 if setup.recompute else 1
+    return again * each * stage.rows * stage.segment_length / setup.tensor
 
 
 def plan_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
     gpu, traffic = machine.gpu, plan_traffic(setup, stage)
-    again = 4 / 3 if setup.recompute else 1  # forward twice, backward worth two of them
-    compute = again * flops_of_step(setup, stage) / (gpu.peak(setup.sharding.precision) * machine.efficiency)
+    compute = executed_flops(setup, stage) / (gpu.peak(setup.sharding.precision) * machine.efficiency)
     states = plan_states(setup)
     update = (states.weights + states.gradients + 2 * states.optimizer) / gpu.memory_speed
     tensor = _seconds(traffic.tensor, traffic.tensor_messages, setup.tensor, setup.tensor, gpu)
