@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table
+from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table, size
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import load_run
@@ -146,10 +146,6 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
 
 
-def size(count: float) -> str:
-    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
-
-
 _MEMORY_ROWS: dict[str, Callable[[StagePlan], object]] = {
     "weights": lambda plan: size(plan.memory.states.weights),
     "gradients": lambda plan: size(plan.memory.states.gradients),
@@ -162,6 +158,7 @@ _MEMORY_ROWS: dict[str, Callable[[StagePlan], object]] = {
     "  without recompute": lambda plan: size(plan.unrecomputed),
     "  with recompute": lambda plan: size(plan.recomputed),
     "total": lambda plan: size(plan.memory.total),
+    "and in host memory": lambda plan: size(plan.memory.states.host),
     "fits": lambda plan: plan.fits,
     "rows at once": lambda plan: f"{plan.stage.micro_rows} of {plan.stage.rows}",
     "largest micro_rows that fits": lambda plan: plan.largest_micro_rows or "none",

@@ -13,8 +13,8 @@ from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import Gpu
-from megatron_style.planning.memory import Setup
 from megatron_style.planning.run_plan import setup_of
+from megatron_style.planning.setup import Setup
 from megatron_style.planning.sharding import sharding_of
 from megatron_style.planning.timing import Machine, plan_time
 from megatron_style.schedule.stages import resolve_stage

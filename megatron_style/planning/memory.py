@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_style.config.model import ModelConfig
-from megatron_style.planning.activations import ON_GPU, ActivationBytes, Kernels, Workload, activations
-from megatron_style.planning.parameters import count_parameters, parameters_of
-from megatron_style.planning.sharding import Sharding
+from megatron_style.planning.activations import ActivationBytes, activations
+from megatron_style.planning.parameters import parameters_of
+from megatron_style.planning.setup import Setup
 from megatron_style.schedule.stages import Stage
 
 _FLOAT, _DOUBLE = 4, 8  # bytes
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is trained, and on what grid."""
-
-    model: ModelConfig
-    vocab_size: int
-    band_shares: Sequence[float]
-    sharding: Sharding
-    tensor: int = 1
-    data: int = 1
-    recompute: bool = False
-    kernels: Kernels = ON_GPU
-
-    @property
-    def parameters(self) -> int:
-        """Of each tensor-parallel rank."""
-        return count_parameters(self.model, self.vocab_size, tensor=self.tensor)
 
 
 @dataclass(frozen=True)
@@ -55,21 +34,9 @@ class MemoryPlan:
 
 def plan_memory(setup: Setup, stage: Stage) -> MemoryPlan:
     D, e = setup.model.hidden_size, setup.sharding.element_bytes
-    work = Workload(
-        model=setup.model,
-        vocab_size=setup.vocab_size,
-        rows=stage.micro_rows,
-        segment_length=stage.segment_length,
-        cache_length=stage.cache_length,
-        band_shares=setup.band_shares,
-        element_bytes=e,
-        tensor=setup.tensor,
-        recompute=setup.recompute,
-        kernels=setup.kernels,
-    )
     caches = 2 * stage.rows * stage.cache_length * D * setup.model.layers * e
     positions = (stage.segment_length + stage.cache_length) * D * _FLOAT
-    states, active = plan_states(setup, positions), activations(work)
+    states, active = plan_states(setup, positions), activations(setup, stage)
     held = states.weights + states.gradients + states.optimizer + caches
     total = held + max(states.buffers + active.peak, states.update)
     return MemoryPlan(states, caches, active, total)
@@ -122,7 +89,9 @@ def _needed_by_update(setup: Setup, part: float) -> float:
     """Copies of the gradients that an update makes, in full precision, and what the optimizer needs beside."""
     zero = setup.sharding
     if zero.zero_stage == 0:  # the norm is taken in double precision, parameter by parameter
-        return 2.0 * _DOUBLE * max(size.on_rank(setup.tensor) for size in parameters_of(setup.model, setup.vocab_size))
+        largest = max(size.on_rank(setup.tensor) for size in parameters_of(setup.model, setup.vocab_size))
+        flat = min(setup.parameters, zero.bucket) if setup.data > 1 else 0  # gradients are laid end to end to be summed
+        return max(2.0 * _DOUBLE * largest, zero.element_bytes * flat)
     if zero.zero_stage == 3:
         return _FLOAT * (1 + zero.optimizer_states) * min(part, zero.group)
     flat = zero.element_bytes if zero.precision != "fp32" else 0

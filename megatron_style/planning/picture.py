@@ -15,7 +15,7 @@ from megatron_style.planning.run_plan import USABLE, RunPlan
 def draw(plan: RunPlan, path: Path) -> None:
     """The suffix of the file decides its kind."""
     charts = 3 if len(plan.scaling) > 1 else 2
-    figure = Figure(figsize=(5 * charts, 4.5), layout="constrained")
+    figure = Figure(figsize=(5 * charts, 5), layout="constrained")
     axes = figure.subplots(1, charts)
     _draw_memory(axes[0], plan)
     _draw_time(axes[1], plan)
@@ -40,7 +40,7 @@ def _draw_memory(axes: Axes, plan: RunPlan) -> None:
     _stack(axes, _names(plan), parts)
     axes.axhline(USABLE * plan.memory / GIB, color="black", linestyle="--", label=f"usable of {plan.memory / GIB:g}")
     axes.set(title="memory of a GPU", ylabel="GiB")
-    axes.legend(fontsize="small")
+    _legend_below(axes)
 
 
 def _draw_time(axes: Axes, plan: RunPlan) -> None:
@@ -53,7 +53,7 @@ def _draw_time(axes: Axes, plan: RunPlan) -> None:
     }
     _stack(axes, _names(plan), parts)
     axes.set(title=f"a step on {plan.data * plan.tensor} x {plan.gpu}", ylabel="seconds")
-    axes.legend(fontsize="small")
+    _legend_below(axes)
 
 
 def _draw_scaling(axes: Axes, plan: RunPlan) -> None:
@@ -69,6 +69,10 @@ def _stack(axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]
     for label, values in parts.items():
         axes.bar(names, values, bottom=bottom, label=label)
         bottom = [below + value for below, value in zip(bottom, values, strict=True)]
+
+
+def _legend_below(axes: Axes) -> None:
+    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _names(plan: RunPlan) -> list[str]:

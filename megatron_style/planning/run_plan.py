@@ -10,8 +10,9 @@ from megatron_style.config.run import RunConfig
 from megatron_style.planning.communication import Traffic, plan_traffic
 from megatron_style.planning.corpus import TextFacts
 from megatron_style.planning.extent import Extent, extents_of
-from megatron_style.planning.memory import MemoryPlan, Setup, StateBytes, largest_micro_rows, plan_memory, plan_states
+from megatron_style.planning.memory import MemoryPlan, StateBytes, largest_micro_rows, plan_memory, plan_states
 from megatron_style.planning.parameters import count_parameters
+from megatron_style.planning.setup import Setup
 from megatron_style.planning.sharding import Sharding
 from megatron_style.planning.timing import Machine, StepTime, flops_of_token, plan_time
 from megatron_style.schedule.stages import Stage, resolve_stage
@@ -76,6 +77,7 @@ class RunPlan:
     totals: Totals
     zero_stages: tuple[StateBytes, ...]  # the states under ZeRO 0, 1, 2 and 3
     scaling: tuple[ScalePlan, ...]
+    communication_dominates_from: int | None  # so many of the GPUs compared
 
 
 def setup_of(run: RunConfig, text: TextFacts, sharding: Sharding, *, gpus: int) -> Setup:
@@ -102,6 +104,7 @@ def plan_run(
     plans = tuple(
         _plan_stage(setup, stage, extent, machine, memory) for stage, extent in zip(stages, extents, strict=True)
     )
+    scaling = tuple(_plan_scale(setup_of(run, text, sharding, gpus=count), stages, machine) for count in gpus)
     return RunPlan(
         parameters=count_parameters(run.model, text.vocab_size),
         text=text,
@@ -115,7 +118,8 @@ def plan_run(
         stages=plans,
         totals=_totals(plans, per_step),
         zero_stages=tuple(plan_states(_under_zero(setup, zero_stage)) for zero_stage in range(4)),
-        scaling=tuple(_plan_scale(setup_of(run, text, sharding, gpus=n), stages, machine) for n in gpus),
+        scaling=scaling,
+        communication_dominates_from=min((scale.gpus for scale in scaling if scale.dominates), default=None),
     )
 
 

@@ -45,14 +45,14 @@ def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
     source = str(run.deepspeed)
     section = _section(user, "zero_optimization", source)
     stage = section.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
+    if type(stage) is not int or stage not in range(4):
         raise UserError(f"{source}: zero_optimization.stage is {json.dumps(stage)}; 0, 1, 2 or 3 is expected")
     sizes = {name: _elements(section, key, source) for name, key in _SIZE_KEYS.items() if section.get(key) is not None}
     return Sharding(
         zero_stage=stage,
         precision=_precision(user, source),
         optimizer_states=_optimizer_states(run, user),
-        overlaps=bool(section.get("overlap_comm", stage == 3)),
+        overlaps=stage == 3 if section.get("overlap_comm") is None else bool(section["overlap_comm"]),
         offloads_optimizer=_offloads(section, "offload_optimizer", source),
         offloads_weights=_offloads(section, "offload_param", source),
         **sizes,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megatron_style.planning.communication import Traffic, plan_traffic
 from megatron_style.planning.flops import training_flops_per_token
 from megatron_style.planning.hardware import Gpu
-from megatron_style.planning.memory import Setup, plan_states
+from megatron_style.planning.memory import plan_states
+from megatron_style.planning.setup import Setup
 from megatron_style.schedule.stages import Stage
 
 _HOST_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6  # seconds a message takes for each doubling of the ranks; NCCL's order

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted((ROOT / "run_configs").glob("*.yaml"))
 WIKITEXT, LARGE = ROOT / "run_configs/wikitext103_shortformer.yaml", ROOT / "run_configs/shortformer_13b.yaml"
 TBC = ROOT / "run_configs/tbc_shortformer.yaml"
+NO_CORPUS = ("--set", "data.train=no/corpus/train")  # whatever this machine has prepared
 
 
 def vocabulary_of(path: Path) -> str:
@@ -25,7 +26,7 @@ def vocabulary_of(path: Path) -> str:
 
 
 def plan(path: Path, *argv: object) -> Done:
-    return run_here(main, path, "--set", f"data.vocab_size={vocabulary_of(path)}", *argv)
+    return run_here(main, path, *NO_CORPUS, "--set", f"data.vocab_size={vocabulary_of(path)}", *argv)
 
 
 def planned(path: Path, *argv: object) -> Any:
@@ -81,14 +82,25 @@ def test_less_memory_leaves_fewer_rows() -> None:
     assert rows[1] < rows[2] == 72
 
 
+def test_offloading_moves_states_to_the_host() -> None:
+    here, there = (
+        planned(LARGE, "--set", f"deepspeed=ds_configs/zero3_bf16{kind}.json")["stages"][0]["memory"]["states"]
+        for kind in ("", "_offload")
+    )
+    assert (there["weights"], there["optimizer"], here["host"]) == (0, 0, 0)
+    assert there["host"] >= here["weights"] + here["optimizer"]
+
+
 def test_more_gpus_communicate_more_and_where_it_dominates_is_marked() -> None:
     counts = [8, 64, 512, 4096]
     argv = ("--gpu", "rtx-4090", "--gpus", ",".join(map(str, counts)))
-    scaling = planned(WIKITEXT, *argv)["scaling"]
+    told = planned(WIKITEXT, *argv)
+    scaling = told["scaling"]
     assert [scale["gpus"] for scale in scaling] == counts
     shares = [scale["communication_share"] for scale in scaling]
     assert shares == sorted(shares)
     assert [scale["dominates"] for scale in scaling] == [False, True, True, True]
+    assert told["communication_dominates_from"] == 64
     marked = [line for line in plan(WIKITEXT, *argv).out.splitlines() if "communication dominates" in line]
     assert [line.split()[0] for line in marked] == ["64", "512", "4,096"]
 
@@ -180,7 +192,7 @@ def test_gpus_must_hold_the_tensor_parallel_ranks() -> None:
 
 
 def test_without_a_corpus_the_vocabulary_must_be_given() -> None:
-    expect_refusal(run_here(main, WIKITEXT), "data.vocab_size: missing", "--set data.vocab_size=")
+    expect_refusal(run_here(main, WIKITEXT, *NO_CORPUS), "data.vocab_size: missing", "--set data.vocab_size=")
 
 
 @pytest.mark.parametrize(

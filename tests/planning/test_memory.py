@@ -10,9 +10,9 @@ import pytest
 
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig
-from megatron_style.planning.activations import Kernels
 from megatron_style.planning.corpus import text_facts
-from megatron_style.planning.memory import Setup, plan_memory
+from megatron_style.planning.memory import plan_memory
+from megatron_style.planning.setup import Kernels, Setup
 from megatron_style.planning.sharding import sharding_of
 from megatron_style.schedule.stages import resolve_stage
 from tests.support.measured_step import measure_step

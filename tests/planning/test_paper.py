@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from megatron_style.config.run import load_run
-from megatron_style.planning.activations import Kernels, Workload, activations
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import gpu_named
+from megatron_style.planning.memory import plan_memory
 from megatron_style.planning.parameters import count_parameters
 from megatron_style.planning.run_plan import USABLE, setup_of
+from megatron_style.planning.setup import Kernels, Setup
 from megatron_style.planning.sharding import Sharding
 from megatron_style.planning.timing import Machine, plan_time
 from megatron_style.planning.vocabulary import bands_of, zipf_shares
-from megatron_style.schedule.stages import resolve_stage
+from megatron_style.schedule.stages import Stage, resolve_stage
 
 RUN_CONFIGS = Path(__file__).parents[2] / "run_configs"
 WIKITEXT_VOCAB, V100 = 267_744, 32 * 2**30
@@ -39,19 +40,18 @@ SPEED = {
 # The paper trained in fp16 with kernels of 2020: attention holds its matrix (the softmax in fp32, as torch's plain
 # kernel still has it), logits and their logarithms are halves, and so is the gradient of each.
 KERNELS_OF_2020 = Kernels(fused_attention=False, bytes_kept_per_score=4, bytes_needed_per_score=4)
-# Weights and gradients in fp16; a master copy, its gradient and the momentum in fp32.
-STATE_BYTES = 2 + 2 + 4 + 4 + 4
+REFERENCE = Sharding(zero_stage=1, precision="fp16", bucket=0)  # on one GPU: nothing is split, but there are masters
 
 
 def planned_largest_batch(name: str, segment_length: int) -> int:
     model = load_run(RUN_CONFIGS / f"wikitext103_{name}.yaml").model
-    cache_length = segment_length if model.cache else 0
     shares = zipf_shares(bands_of(model, WIKITEXT_VOCAB))
+    setup = Setup(model, WIKITEXT_VOCAB, shares, REFERENCE, kernels=KERNELS_OF_2020)
+    full_gradients = 4 * setup.parameters  # fairseq keeps them too
 
     def total(rows: int) -> float:
-        work = Workload(model, WIKITEXT_VOCAB, rows, segment_length, cache_length, shares, 2, kernels=KERNELS_OF_2020)
-        caches = 2 * rows * cache_length * model.hidden_size * model.layers * 2
-        return STATE_BYTES * count_parameters(model, WIKITEXT_VOCAB) + caches + activations(work).peak
+        stage = Stage(0, segment_length, segment_length if model.cache else 0, rows, micro_rows=rows)
+        return plan_memory(setup, stage).total + full_gradients
 
     return max(rows for rows in range(1, 400) if total(rows) <= USABLE * V100)
 
@@ -74,7 +74,8 @@ def test_one_efficiency_explains_the_papers_speeds() -> None:
 
 def planned_speed(name: str, segment_length: int, *, efficiency: float) -> float:
     stages = f"stages=[{{segment_length: {segment_length}, steps: 1}}]"
-    run = load_run(RUN_CONFIGS / f"wikitext103_{name}.yaml", [stages, f"data.vocab_size={WIKITEXT_VOCAB}"])
+    no_corpus = ["data.train=no/corpus/train", f"data.vocab_size={WIKITEXT_VOCAB}"]
+    run = load_run(RUN_CONFIGS / f"wikitext103_{name}.yaml", [stages, *no_corpus])
     sharding = Sharding(zero_stage=1, precision="fp16", bucket=100_000_000)
     setup = setup_of(run, text_facts(run), sharding, gpus=8)
     time = plan_time(setup, resolve_stage(run, 0), Machine(gpu_named("v100-32gb"), efficiency))
