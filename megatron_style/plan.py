@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_picture(path: Path | None) -> None:
-    if path is not None and (path.suffix not in (".png", ".svg") or not path.parent.is_dir()):
+    if path is not None and (path.suffix not in (".png", ".svg") or not path.parent.is_dir() or path.is_dir()):
         raise UserError(f"--picture {path}: must be a .png or .svg in a folder that exists")
 
 
