@@ -13,6 +13,7 @@ LAYERS = [
     "config",
     "schedule",
     "data",
+    "planning",
     "reporting",
     "parallel",
     "model",

@@ -1,0 +1,88 @@
+"""The planner's arithmetic against torch's own counter, on the real model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.model.cache import SegmentCache
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.sharding import initialise
+from megatron_style.parallel.topology import Axis
+from megatron_style.planning.flops import training_flops_per_token
+from megatron_style.planning.vocabulary import bands_of, zipf_shares
+
+VOCAB_SIZE, ROWS = 211, 3
+ADAPTIVE = {"kind": "adaptive", "cutoffs": [40, 100], "factor": 2}
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    sizes = {"layers": 2, "hidden_size": 32, "heads": 4, "ffn_size": 96, "vocabulary": ADAPTIVE}
+    return ModelConfig.parse(sizes | changes, source="model")
+
+
+def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length: int) -> float:
+    model = Shortformer(config, VOCAB_SIZE)
+    initialise(model, 1, Axis())
+    layers = tuple(torch.randn(len(ids), cache_length, config.hidden_size) for _ in range(config.layers))
+    # The plain kernel makes its products one by one, where the counter sees them.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        nll, _ = model(ids, ids.flip(0), SegmentCache(layers, cache_length))
+        nll.sum().backward()
+    return counter.get_total_flops() / ids.numel()
+
+
+@pytest.mark.parametrize(
+    ("config", "segment_length", "cache_length"),
+    [
+        (model_config(), 16, 16),
+        (model_config(), 16, 8),
+        (model_config(cache=False, positions="added"), 48, 0),
+        (model_config(vocabulary={"kind": "tied"}), 8, 8),
+        (model_config(vocabulary={"kind": "untied"}, layers=3, heads=2), 8, 8),
+        (model_config(layers=1, hidden_size=64, ffn_size=64), 4, 32),
+    ],
+)
+def test_equal_to_torchs_counter(config: ModelConfig, segment_length: int, cache_length: int) -> None:
+    ids = torch.randint(VOCAB_SIZE, (ROWS, segment_length), generator=torch.Generator().manual_seed(5))
+    shares = [((ids >= band.first) & (ids < band.last)).float().mean().item() for band in bands_of(config, VOCAB_SIZE)]
+    planned = training_flops_per_token(
+        config,
+        VOCAB_SIZE,
+        segment_length=segment_length,
+        cache_length=cache_length,
+        band_shares=shares,
+        causal_once=False,
+    )
+    assert planned == pytest.approx(counted_flops_per_token(config, ids, cache_length), rel=1e-6)
+
+
+def test_only_what_may_be_attended_to_counts_once() -> None:
+    config, lengths = model_config(), {"segment_length": 16, "cache_length": 8}
+    dense = training_flops_per_token(config, VOCAB_SIZE, **lengths, causal_once=False)
+    once = training_flops_per_token(config, VOCAB_SIZE, **lengths)
+    masked = sum(16 - 1 - place for place in range(16)) / 16  # tokens ahead, which a token may not attend to
+    assert dense - once == pytest.approx(3 * 2 * 2 * config.layers * config.hidden_size * masked)
+
+
+def test_zipfs_law_is_what_is_taken_for_a_corpus_that_is_not_there() -> None:
+    bands = bands_of(model_config(), 200)
+    weights = [1 / rank for rank in range(1, 201)]
+    expected = [sum(weights[band.first : band.last]) / sum(weights) for band in bands]
+    assert zipf_shares(bands) == pytest.approx(expected)
+    given = {"segment_length": 16, "cache_length": 16}
+    assert training_flops_per_token(model_config(), 200, **given) == pytest.approx(
+        training_flops_per_token(model_config(), 200, **given, band_shares=expected)
+    )
+
+
+def test_rare_words_are_rarer_than_one_over_their_rank() -> None:
+    wide = {"kind": "adaptive", "cutoffs": [20_000, 60_000]}
+    shares = zipf_shares(bands_of(model_config(vocabulary=wide), 267_744))
+    assert sum(shares) == pytest.approx(1)
+    assert shares[2] < shares[1] < 0.05  # by 1/rank alone, a fifth of all words would be in the tails
