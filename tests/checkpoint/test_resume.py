@@ -98,7 +98,7 @@ def on_ranks(run: RunConfig, world: int, *, halt_after: int | None = None) -> No
 
 def metrics(run: RunConfig, kind: str = "train") -> list[dict[str, Any]]:
     lines = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
-    timed = ("tokens_per_second", "stage_seconds")
+    timed = ("seconds", "stage_seconds", "tokens_per_second", "flops_per_second", "memory_bytes")
     return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
 
 
@@ -111,7 +111,7 @@ def final_state(run: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def expect_bitwise(run: RunConfig, expected: RunConfig) -> None:
-    for kind in ("train", "valid", "stage", "stage_end"):
+    for kind in ("train", "valid", "sample", "stage", "stage_end"):
         assert metrics(run, kind) == metrics(expected, kind)
     mine, theirs = final_state(run), final_state(expected)
     for name, tensors in theirs.items():
