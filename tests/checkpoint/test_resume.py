@@ -66,7 +66,8 @@ def make_run(
 ) -> RunConfig:
     """Two stages of equal length, the switch in mid-epoch."""
     base = tiny_run().model.as_data() | {"dropout": DROPOUT if dropout else {}}
-    output = {"path": str(folder / name), "log_every": 1, "save_every": 5, "evaluate_every": 10, "evaluate_tokens": 100}
+    output = {"path": str(folder / name), "log_every": 1, "save_every": 5}
+    output |= {"evaluate_every": 10, "evaluate_tokens": 100, "sample_tokens": 5}
     return tiny_run(
         stages=[{"segment_length": 8, "steps": steps // 2}, {"segment_length": 24, "steps": steps - steps // 2}],
         tokens_per_batch=update // data,
