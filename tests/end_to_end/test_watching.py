@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_style.config.run import RunConfig
 from tests.checkpoint.test_resume import final_state, make_run, metrics, on_ranks
+from tests.runtime.test_journal import expect_points
 from tests.support.launch import ROOT, free_port
 from tests.support.screen import Screen
 from tests.support.small_run import write_small_run
@@ -79,20 +80,6 @@ def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     assert not set(kept) & {"\r", "\x1b"}
 
 
-def points(run: RunConfig, axis: str) -> list[tuple[int, float]]:
-    folder = run.output.path / "tensorboard" / ("by_tokens" if axis == "tokens" else "")
-    assert len(list(folder.glob("events*"))) == 1
-    board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, np.float32(point.value)) for point in board.Scalars("train/loss")]
-
-
-def expect_each_step_once(run: RunConfig, steps: range) -> None:
-    lines = metrics(run)
-    assert [line["step"] for line in lines] == list(steps)
-    for axis in ("step", "tokens"):
-        assert points(run, axis) == [(line[axis], np.float32(line["loss"])) for line in lines]
-
-
 def test_a_run_killed_in_the_middle_has_each_step_once(folder: Path) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 5, "evaluate_every": 3000})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
@@ -108,7 +95,9 @@ def test_a_run_killed_in_the_middle_has_each_step_once(folder: Path) -> None:
     resumed = int(latest.read_text().removeprefix("global_step"))
     assert resumed <= metrics(run)[-1]["step"]
     on_ranks(run, 1, halt_after=8)
-    expect_each_step_once(run, range(1, resumed + 9))
+    assert [line["step"] for line in metrics(run)] == list(range(1, resumed + 9))
+    expect_points(run)
+    assert len(list((run.output.path / "tensorboard").rglob("events*"))) == 2  # by step and by tokens
     assert not set((folder / "told").read_text()) & {"\r", "\x1b"}
     seconds = [line["seconds"] for line in lines_of(run, "train")]
     assert seconds == sorted(seconds)
