@@ -63,7 +63,7 @@ class Board:
         when = self._began + self._seconds
         if event["kind"] == "stage":
             self._shape = {f"stage/{key}": event[key] for key in _SHAPE if key in event}
-            self._by_step.add_summary(text("stage/opens", event["opens"]), event["step"], when)
+            self._by_step.add_summary(text("stage/opens", event.get("opens", "")), event["step"], when)
         if event["kind"] == "sample":
             self._by_step.add_summary(text("valid/sample", _quoted(event)), event["step"], when)
         if points := scalars_of(event) | (self._shape if event["kind"] == "train" else {}):

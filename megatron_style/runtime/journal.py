@@ -48,8 +48,9 @@ class Journal:
         save_run(run, folder / "run.yaml")
         self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
         if trained := [event for event in self._metrics.kept if event["kind"] == "train"]:
-            self._skipped, self._stage_seconds = trained[-1]["skipped"], trained[-1]["stage_seconds"]
-            self._totals = self._totals.plus(0, 0, trained[-1].get("seconds", 0.0))
+            last = trained[-1]  # perhaps of a version that recorded less
+            self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
+            self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
         ds_config = read_ds_config(run.deepspeed)
         texts = {
             "run/config": code_block((folder / "run.yaml").read_text(encoding="utf-8"), "yaml"),

@@ -38,5 +38,5 @@ def _whole_events(path: Path) -> Iterator[tuple[str, Event]]:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict) and "step" in event:
+        if isinstance(event, dict) and {"kind", "step"} <= event.keys():
             yield line, event

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.run import OutputConfig
+from megatron_style.data.corpus import Corpus
 from megatron_style.inference.greedy import continue_greedily
-from megatron_style.inference.perplexity import Protocol, Score
+from megatron_style.inference.held_out import held_out
+from megatron_style.inference.perplexity import Protocol, Score, score
 from megatron_style.inference.sampling import Sampler, generate
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.local_ranks import run_ranks
-from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model
+from megatron_style.schedule.stages import Stage
+from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_dictionary, tiny_model
 
 KINDS = ["adaptive", "tied", "untied"]
 WALKS = [(50, 50), (6, 6), (5, 0), (4, 7)]
@@ -77,3 +85,20 @@ def test_bands_of_a_segment_hold_every_token_once(L: int, tokens: int) -> None:
     if tokens % L == 0 and L % 16 == 0:
         width = L // 16
         assert bands == [width * band + (width - 1) / 2 for band in range(16)]
+
+
+@pytest.mark.parametrize("words", [VOCAB_SIZE, 10, None])
+def test_the_sample_of_a_validation_is_spelled(words: int | None) -> None:
+    """Ids beyond the dictionary are unknown words; without one they are numbers."""
+    model, tokens = tiny_model(tiny_config()), np.array([*PROMPT, *range(4, 30)])
+    tokenizer = tiny_dictionary(words) if words else None
+    corpus = cast(Corpus, SimpleNamespace(valid=SimpleNamespace(tokens=tokens), tokenizer=tokenizer, eos=EOS))
+    output = OutputConfig(path=Path("run"), sample_tokens=7)
+    stage = Stage(0, segment_length=6, cache_length=6, rows=1, micro_rows=1)
+    found = held_out(model, corpus, output, stage)
+    prompt = tokens[:16].tolist()
+    written = continue_greedily(model, [EOS, *prompt], 7, segment_length=6, cache_length=6)
+    for text, ids in ((found.prompt, prompt), (found.text, written)):
+        spelled = [str(i) if words is None else "<unk>" if i >= words else tokenizer.decode([i]) for i in ids]
+        assert text.replace("\n", " ").split() == " ".join(spelled).split()
+    assert found.loss == score(model, tokens, Protocol("cached", 6, 6), eos=EOS).loss
