@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_style.config.command import EXIT_DONE, EXIT_FAILED, add_json_flag, command_parser, run_command
+from megatron_style.config.command import EXIT_DONE, EXIT_FAILED, add_json_flag, command_parser, run_command, size
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.data.store import store_files
@@ -192,10 +192,6 @@ def judge_run(run: RunConfig, world: int) -> Finding:
     except UserError as error:
         return Finding("FAIL", "run", str(error))
     return Finding("ok", "run", f"{steps:,} steps on {world} process(es)")
-
-
-def size(count: int) -> str:
-    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def main() -> None:

@@ -82,6 +82,11 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         print("  ".join([f"{first:<{widths[0]}}", *cells]))  # noqa: T201
 
 
+def size(count: float) -> str:
+    """Of memory or files, in bytes."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
 def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "unknown", True: "yes", False: "no"}[value]

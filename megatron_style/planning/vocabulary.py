@@ -32,13 +32,19 @@ def bands_of(model: ModelConfig, vocab_size: int) -> tuple[BandSize, ...]:
     return tuple(BandSize(*edge, model.hidden_size // vocabulary.factor**i) for i, edge in enumerate(edges))
 
 
+# Frequent words follow 1/rank, rarer ones fall faster: Gerlach & Altmann, "Stochastic model for the vocabulary growth
+# in natural languages" (Physical Review X, 2013), who fitted this to English books.
+_BEND, _STEEPNESS = 7873, 1.77
+
+
 def zipf_shares(bands: Sequence[BandSize]) -> tuple[float, ...]:
-    """The share of tokens in each band when the r-th most frequent token occurs in proportion to 1/r."""
+    """The share of tokens in each band by Zipf's law, for ids in the order of frequency."""
     return _zipf_shares(tuple(band.last for band in bands))
 
 
 @lru_cache  # the same few vocabularies are asked for at every step of a search
 def _zipf_shares(ends: tuple[int, ...]) -> tuple[float, ...]:
-    sums = np.cumsum(1.0 / np.arange(1, ends[-1] + 1))
+    ranks = np.arange(1, ends[-1] + 1) / _BEND
+    sums = np.cumsum(np.where(ranks <= 1, 1 / ranks, ranks**-_STEEPNESS))
     below = [float(sums[end - 1] / sums[-1]) for end in ends]
     return tuple(high - low for low, high in pairwise([0.0, *below]))

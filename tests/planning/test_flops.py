@@ -79,3 +79,10 @@ def test_zipfs_law_is_what_is_taken_for_a_corpus_that_is_not_there() -> None:
     assert training_flops_per_token(model_config(), 200, **given) == pytest.approx(
         training_flops_per_token(model_config(), 200, **given, band_shares=expected)
     )
+
+
+def test_rare_words_are_rarer_than_one_over_their_rank() -> None:
+    wide = {"kind": "adaptive", "cutoffs": [20_000, 60_000]}
+    shares = zipf_shares(bands_of(model_config(vocabulary=wide), 267_744))
+    assert sum(shares) == pytest.approx(1)
+    assert shares[2] < shares[1] < 0.05  # by 1/rank alone, a fifth of all words would be in the tails

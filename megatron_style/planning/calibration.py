@@ -1,0 +1,79 @@
+"""What share of a GPU's peak a run that was measured has reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_style.config.ds_file import read_ds_file
+from megatron_style.config.errors import UserError
+from megatron_style.config.run import RunConfig, load_run
+from megatron_style.planning.corpus import text_facts
+from megatron_style.planning.hardware import Gpu
+from megatron_style.planning.run_plan import setup_of
+from megatron_style.planning.setup import Setup
+from megatron_style.planning.sharding import sharding_of
+from megatron_style.planning.timing import Machine, plan_time
+from megatron_style.schedule.stages import resolve_stage
+
+Event = Mapping[str, Any]
+
+
+def measured_efficiency(folder: Path, gpu: Gpu) -> float:
+    """The median over the steps that the run in this folder recorded, on GPUs of this kind."""
+    for name in ("run.yaml", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise UserError(f"--calibrate {folder}: no {name} in it; the folder of a run is expected")
+    run, events = load_run(folder / "run.yaml"), _read_events(folder / "metrics.jsonl")
+    events = [event for event in events if event["kind"] != "train" or event.get("tokens_per_second")]
+    trained = [event for event in events if event["kind"] == "train"]
+    if not trained:
+        raise UserError(f"--calibrate {folder}: its run has recorded no training yet; one that has is expected")
+    efficiency = median(_efficiencies(run, events, _setup(run, trained, folder), gpu))
+    if not 0 < efficiency <= 1:
+        raise UserError(
+            f"--calibrate {folder}: its steps reach {efficiency:.2g} of the peak of {gpu.name}; "
+            f"name with --gpu the GPU that it ran on"
+        )
+    return efficiency
+
+
+def _setup(run: RunConfig, trained: Sequence[Event], folder: Path) -> Setup:
+    """The record does not say how many ranks there were, but how many tokens each step has had."""
+    try:
+        text = text_facts(run)
+    except UserError as error:
+        raise UserError(f"--calibrate {folder}: {error}") from None
+    ranks = max(1, round(trained[-1]["tokens"] / trained[-1]["step"] / run.data.tokens_per_batch))
+    return setup_of(run, text, sharding_of(run, read_ds_file(run.deepspeed)), gpus=ranks * run.parallel.tensor)
+
+
+def _efficiencies(run: RunConfig, events: Sequence[Event], setup: Setup, gpu: Gpu) -> Iterator[float]:
+    times = [plan_time(setup, resolve_stage(run, index), Machine(gpu, 1.0)) for index in range(len(run.stages))]
+    index = 0
+    for event in events:
+        if event["kind"] == "stage":
+            index = event.get("index", index)
+        if event["kind"] == "train":
+            time = times[event.get("stage", index)]
+            seconds = run.data.tokens_per_batch * setup.data / event["tokens_per_second"]
+            beside = time.update + time.tensor + (0 if setup.sharding.overlaps else time.data)
+            yield time.compute / (seconds - beside if seconds > beside else seconds)
+
+
+def _read_events(path: Path) -> list[Event]:
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line of a killed run may be torn
+    return [_read_event(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _read_event(line: str, where: str) -> Event:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict) or "kind" not in event:
+        raise UserError(f"{where}: holds {line[:60]!r}; expected an event as a run writes it")
+    return event

@@ -1,0 +1,94 @@
+"""How a run's states are split and in what precision: the part of its ds_config that decides memory and traffic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_style.config.errors import UserError
+from megatron_style.config.run import RunConfig
+
+Precision = Literal["fp32", "bf16", "fp16"]
+_STATES = {"nag": 1, "adamw": 2}  # full-precision numbers an optimizer keeps for each parameter
+_SIZE_KEYS = {
+    "bucket": "reduce_bucket_size",
+    "most_gathered": "stage3_max_live_parameters",
+    "kept_whole": "stage3_param_persistence_threshold",
+    "group": "sub_group_size",
+}
+_DEEPSPEED_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "sgd": 1, "lion": 1, "adagrad": 1}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Counts are of elements. The defaults are DeepSpeed's."""
+
+    zero_stage: int = 0
+    precision: Precision = "fp32"
+    optimizer_states: int = 1
+    bucket: int = 500_000_000  # gradients are reduced through a buffer of this size
+    overlaps: bool = False  # gradients are reduced while backward goes on, through a second buffer
+    most_gathered: int = 1_000_000_000  # ZeRO 3: weights that are whole at once,
+    kept_whole: int = 100_000  # the size up to which a parameter is never split,
+    group: int = 1_000_000_000  # and parameters updated at once
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+
+def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
+    """`user` is the content of the run's ds_config."""
+    source = str(run.deepspeed)
+    section = _section(user, "zero_optimization", source)
+    stage = section.get("stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        raise UserError(f"{source}: zero_optimization.stage is {json.dumps(stage)}; 0, 1, 2 or 3 is expected")
+    sizes = {name: _elements(section, key, source) for name, key in _SIZE_KEYS.items() if section.get(key) is not None}
+    return Sharding(
+        zero_stage=stage,
+        precision=_precision(user, source),
+        optimizer_states=_optimizer_states(run, user),
+        overlaps=stage == 3 if section.get("overlap_comm") is None else bool(section["overlap_comm"]),
+        offloads_optimizer=_offloads(section, "offload_optimizer", source),
+        offloads_weights=_offloads(section, "offload_param", source),
+        **sizes,
+    )
+
+
+def _elements(section: dict[str, Any], key: str, source: str) -> int:
+    value = section[key]
+    if not isinstance(value, int | float) or value < 0:
+        raise UserError(f"{source}: zero_optimization.{key} is {json.dumps(value)}; a number from 0 on is expected")
+    return int(value)
+
+
+def _section(holder: dict[str, Any], key: str, source: str) -> dict[str, Any]:
+    section = holder.get(key, {})
+    if not isinstance(section, dict):
+        raise UserError(f"{source}: {key} is {json.dumps(section)}; it must be an object, such as {{...}}")
+    return section
+
+
+def _precision(user: dict[str, Any], source: str) -> Precision:
+    for name in ("fp16", "bf16"):
+        if _section(user, name, source).get("enabled"):
+            return "fp16" if name == "fp16" else "bf16"
+    return "fp32"
+
+
+def _optimizer_states(run: RunConfig, user: dict[str, Any]) -> int:
+    if "optimizer" not in user:
+        return _STATES[run.optimizer.name or "nag"]
+    kind = _section(user, "optimizer", str(run.deepspeed)).get("type")
+    if str(kind).lower() not in _DEEPSPEED_STATES:
+        known = ", ".join(_DEEPSPEED_STATES)
+        raise UserError(f"{run.deepspeed}: optimizer.type is {json.dumps(kind)}; plans are made for {known}")
+    return _DEEPSPEED_STATES[str(kind).lower()]
+
+
+def _offloads(section: dict[str, Any], key: str, source: str) -> bool:
+    return bool(_section(section, key, source).get("device", "none") != "none")

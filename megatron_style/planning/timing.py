@@ -1,0 +1,84 @@
+"""How long a step takes: arithmetic at a share of the GPU's peak, the update at its memory's speed, and messages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_style.planning.communication import Traffic, plan_traffic
+from megatron_style.planning.flops import training_flops_per_token
+from megatron_style.planning.hardware import Gpu
+from megatron_style.planning.memory import plan_states
+from megatron_style.planning.setup import Setup
+from megatron_style.schedule.stages import Stage
+
+_HOST_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6  # seconds a message takes for each doubling of the ranks; NCCL's order
+_BACKWARD = 2 / 3  # of a step's arithmetic: what a reduction can hide behind
+
+
+@dataclass(frozen=True)
+class Machine:
+    gpu: Gpu
+    efficiency: float  # the share of its peak that arithmetic reaches
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step."""
+
+    compute: float
+    update: float  # the optimizer's
+    tensor: float  # messages between tensor-parallel ranks: nothing goes on meanwhile
+    data: float  # messages between data-parallel ranks
+    exposed: float  # what of those is not hidden behind backward
+    total: float
+    communication_share: float  # of the total
+
+    @property
+    def communication(self) -> float:
+        return self.tensor + self.data
+
+
+def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> float:
+    """The model's; what is recomputed is not counted."""
+    return training_flops_per_token(
+        setup.model,
+        setup.vocab_size,
+        segment_length=stage.segment_length,
+        cache_length=stage.cache_length,
+        band_shares=setup.band_shares,
+        causal_once=causal_once,
+    )
+
+
+def executed_flops(setup: Setup, stage: Stage) -> float:
+    """What one rank really computes in a step: causal kernels skip what a token may not see, but not under the mask
+    that a cache needs, and recomputing is a second forward pass, a third of the whole."""
+    each = flops_of_token(setup, stage, causal_once=stage.cache_length == 0)
+    again = 4 / 3 if setup.recompute else 1
+    return again * each * stage.rows * stage.segment_length / setup.tensor
+
+
+def plan_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
+    gpu, traffic = machine.gpu, plan_traffic(setup, stage)
+    compute = executed_flops(setup, stage) / (gpu.peak(setup.sharding.precision) * machine.efficiency)
+    states = plan_states(setup)
+    update = (states.weights + states.gradients + 2 * states.optimizer) / gpu.memory_speed
+    tensor = _seconds(traffic.tensor, traffic.tensor_messages, setup.tensor, setup.tensor, gpu)
+    data = _data_seconds(traffic, setup, gpu)
+    exposed = max(0.0, data - _BACKWARD * compute) if setup.sharding.overlaps else data
+    total = compute + update + tensor + exposed
+    return StepTime(compute, update, tensor, data, exposed, total, (tensor + exposed) / total)
+
+
+def _data_seconds(traffic: Traffic, setup: Setup, gpu: Gpu) -> float:
+    """Tensor-parallel ranks are neighbours, so that data-parallel ones share a host only when all ranks do."""
+    sent = traffic.gradients + traffic.weights
+    return _seconds(sent, traffic.data_messages, setup.data, setup.data * setup.tensor, gpu)
+
+
+def _seconds(sent: float, messages: int, ranks: int, spread: int, gpu: Gpu) -> float:
+    """`spread` is how many GPUs lie between the first and the last of the ranks."""
+    inside = spread <= gpu.per_host
+    latency = messages * math.log2(ranks) * (_HOST_LATENCY if inside else _NETWORK_LATENCY)
+    return sent / (gpu.host_speed if inside else gpu.network_speed) + latency

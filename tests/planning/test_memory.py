@@ -1,0 +1,98 @@
+"""Planned bytes against bytes counted over a real step of the real engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_style.config.ds_file import read_ds_file
+from megatron_style.config.run import RunConfig
+from megatron_style.planning.corpus import text_facts
+from megatron_style.planning.memory import plan_memory
+from megatron_style.planning.setup import Kernels, Setup
+from megatron_style.planning.sharding import sharding_of
+from megatron_style.schedule.stages import resolve_stage
+from tests.support.measured_step import measure_step
+from tests.support.runs import tiny_run
+from tests.support.training import write_corpus, write_ds_config
+
+VOCAB_SIZE, TOKENS = 2000, 1024
+ADAPTIVE = {"kind": "adaptive", "cutoffs": [1200, 1700], "factor": 4}
+DROPOUT = {"hidden": 0.3, "attention": 0.1, "activation": 0.1, "softmax": 0.2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train: a model, a grid, a ds_config and an optimizer."""
+
+    zero: int = 0
+    data: int = 1
+    tensor: int = 1
+    optimizer: str = "nag"
+    half: bool = False
+    recompute: bool = False
+    segment_length: int = 64
+    cache_length: int | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "shortformer": Case(),
+    "recompute": Case(zero=1, recompute=True, model={"layers": 6}),
+    "tied, tensor parallel": Case(tensor=2, model={"vocabulary": {"kind": "tied"}}, optimizer="adamw"),
+    "zero 2 in half precision": Case(zero=2, data=2, half=True, model={"vocabulary": {"kind": "tied"}}),
+}
+MORE_CASES = {
+    "zero 0 on two ranks": Case(data=2, cache_length=128),
+    "baseline": Case(model={"cache": False, "positions": "added"}, optimizer="adamw"),
+    "infused, no cache": Case(zero=1, model={"cache": False}),
+    "added, cache": Case(zero=1, data=2, model={"positions": "added"}, cache_length=32),
+    "zero 2": Case(zero=2, data=2, optimizer="adamw"),
+    "zero 3": Case(zero=3, data=2, optimizer="adamw"),
+    "zero 3 in half precision": Case(zero=3, data=2, optimizer="adamw", half=True),
+    "adaptive, tensor parallel": Case(zero=1, tensor=2, segment_length=128, model={"heads": 8}),
+    "recompute, tensor parallel, no cache": Case(
+        zero=1, tensor=2, recompute=True, model={"layers": 6, "cache": False}, optimizer="adamw"
+    ),
+    "dropout": Case(zero=1, model={"dropout": DROPOUT}),
+    "long": Case(segment_length=512, model={"layers": 2, "ffn_size": 256, "vocabulary": {"kind": "untied"}}),
+}
+
+
+def run_of(case: Case, folder: Path) -> RunConfig:
+    write_corpus(folder, tokens=10 * TOKENS, vocab_size=VOCAB_SIZE)
+    zero = {"stage": case.zero, "reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 1000}
+    settings = {"zero_optimization": zero} | ({"bf16": {"enabled": True}} if case.half else {})
+    model = {"layers": 4, "hidden_size": 128, "heads": 4, "ffn_size": 512, "vocabulary": ADAPTIVE}
+    stage = {"segment_length": case.segment_length, "steps": 4, "micro_rows": TOKENS // case.segment_length // 2}
+    return tiny_run(
+        stages=[stage | ({"cache_length": case.cache_length} if case.cache_length else {})],
+        tokens_per_batch=TOKENS,
+        model=model | case.model,
+        data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
+        optimizer={"name": case.optimizer},
+        parallel={"tensor": case.tensor, "recompute": case.recompute},
+        deepspeed=str(write_ds_config(folder, **settings)),
+    )
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE_CASES)])
+def test_plans_are_within_a_tenth_of_what_is_measured(name: str, tmp_path: Path) -> None:
+    case = (CASES | MORE_CASES)[name]
+    run = run_of(case, tmp_path)
+    measured = measure_step(case.data * case.tensor, run)
+
+    facts, stage = text_facts(run), resolve_stage(run, 0)
+    on_cpu = Kernels(fused_attention=not run.model.dropout.attention, byte_masks=False)
+    sharding = sharding_of(run, read_ds_file(run.deepspeed))
+    setup = Setup(
+        run.model, facts.vocab_size, facts.band_shares, sharding, case.tensor, case.data, case.recompute, on_cpu
+    )
+    plan = plan_memory(setup, stage)
+    states = plan.states
+    assert states.weights + states.gradients + states.optimizer == pytest.approx(measured.states, rel=0.1)
+    assert states.buffers + plan.activations.peak == pytest.approx(measured.activations, rel=0.1)
+    assert plan.total == pytest.approx(measured.total, rel=0.1)

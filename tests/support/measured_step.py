@@ -1,0 +1,68 @@
+"""What a real step of a real run holds in memory, rank by rank, counted storage by storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  what every engine imports, once before ranks are forked
+import torch
+
+from megatron_style.config.run import RunConfig
+from megatron_style.data.corpus import Corpus, open_corpus
+from megatron_style.data.lanes import read_batch
+from megatron_style.model.cache import SegmentCache
+from megatron_style.parallel.randomness import Noise
+from megatron_style.parallel.topology import Topology
+from megatron_style.runtime.build import build_engine
+from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.runtime.local_ranks import run_ranks
+from megatron_style.runtime.session import distributed_session
+from megatron_style.schedule.stages import StageSchedule, StepPlan
+from megatron_style.train import accumulate_gradients
+from tests.support.live_bytes import LiveBytes, bytes_of
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on the first rank."""
+
+    states: int  # weights, gradients and optimizer, between two micro-batches
+    activations: int  # the peak of a micro-batch, above what was there before it; the cache it makes not counted
+    total: int  # the peak of a whole step
+
+
+def measure_step(world: int, run: RunConfig) -> Measured:
+    measured: Measured = run_ranks(world, _measure, run)[0]
+    return measured
+
+
+def _measure(run: RunConfig) -> Measured:
+    with LiveBytes() as live, distributed_session(tensor=run.parallel.tensor) as topology:
+        corpus = open_corpus(run.data)
+        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        engine = build_engine(run, schedule, corpus.vocab_size, topology)
+        caches: tuple[SegmentCache, ...] = ()
+        for step in range(3):  # in the first ones, caches fill and optimizer states are made
+            live.mark()
+            _, caches = accumulate_gradients(engine, corpus, schedule.plan(step), caches, topology, run.seed)
+            engine.update(0.1)
+        total = live.peak
+        kept = bytes_of(layer for cache in caches for layer in cache.layers)
+        states, activations = _micro_batches(live, engine, corpus, schedule.plan(3), caches[0], topology)
+        return Measured(states - kept, activations, total)
+
+
+def _micro_batches(
+    live: LiveBytes, engine: TrainingEngine, corpus: Corpus, plan: StepPlan, cache: SegmentCache, topology: Topology
+) -> tuple[int, int]:
+    """What is alive before, and the most above it, of a micro-batch that meets the gradients of the one before."""
+    batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)
+    inputs, targets = (torch.from_numpy(array) for array in (batch.inputs, batch.targets))
+    base = made = 0
+    for is_last in (False, True):
+        base = live.mark()
+        nll, following = engine.forward(inputs, targets, cache, Noise(1))
+        made = bytes_of(following.layers)
+        engine.accumulate(nll.mean(), is_last=is_last)
+        del nll, following
+    return base, live.peak - base - made
