@@ -9,10 +9,22 @@ import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.planning.flops import training_flops_per_token
+from megatron_style.planning.hardware import GPUS
 from megatron_style.schedule.stages import StageSchedule
 
-# Half precision, dense, as the maker says. Whoever trains on other hardware adds its name here.
-_PEAK_FLOPS = {"V100-SXM": 125e12, "A100": 312e12, "H100 80GB HBM3": 989e12}
+# What a driver calls the GPUs of the table. Others of the same chip (PCIe, laptops) are slower, and not in it.
+_NAMES = {
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100-32gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H200": "h200-141gb",
+    "NVIDIA GeForce RTX 3090": "rtx-3090",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA L40S": "l40s-48gb",
+    "NVIDIA A10": "a10-24gb",
+}
 
 
 class Work:
@@ -53,7 +65,8 @@ class Totals:
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, ranks: int) -> float | None:
     """What so many devices compute in a second at most, where that is known: never a guess."""
-    if device.type != "cuda" or dtype.itemsize != 2:
+    name = _NAMES.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if name is None:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak * ranks for known, peak in _PEAK_FLOPS.items() if known in name), None)
+    gpu = GPUS[name]
+    return ranks * (gpu.half_peak if dtype.itemsize == 2 else gpu.full_peak)

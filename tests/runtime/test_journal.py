@@ -18,9 +18,10 @@ from megatron_style.config.run import RunConfig
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.flops import training_flops_per_token
+from megatron_style.planning.hardware import GPUS
 from megatron_style.runtime.engine import TrainingEngine, Update
 from megatron_style.runtime.journal import Journal
-from megatron_style.runtime.work import Work, peak_flops
+from megatron_style.runtime.work import _NAMES, Work, peak_flops
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE
@@ -258,7 +259,8 @@ def test_a_peak_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) 
     gpu = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     assert peak_flops(gpu, torch.bfloat16, ranks=8) == 8 * 312e12
-    assert peak_flops(gpu, torch.float32, ranks=8) is None
+    assert peak_flops(gpu, torch.float32, ranks=8) == 8 * 19.5e12
     assert peak_flops(torch.device("cpu"), torch.bfloat16, ranks=8) is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "something new")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 PCIe")
     assert peak_flops(gpu, torch.bfloat16, ranks=8) is None
+    assert set(_NAMES.values()) <= set(GPUS)
