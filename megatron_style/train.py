@@ -21,7 +21,7 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.lanes import read_batch
-from megatron_style.inference.perplexity import Mode, Protocol, Score, score
+from megatron_style.inference.held_out import held_out
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.randomness import Noise, derive_key, seed_sharded_dropout
 from megatron_style.parallel.topology import Topology
@@ -33,7 +33,7 @@ from megatron_style.runtime.session import distributed_session
 from megatron_style.runtime.stop import StopRequest
 from megatron_style.runtime.watched import watched
 from megatron_style.schedule.learning_rate import learning_rate_at
-from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
+from megatron_style.schedule.stages import StageSchedule, StepPlan
 
 
 def train(run: RunConfig) -> None:
@@ -54,7 +54,7 @@ def train(run: RunConfig) -> None:
             after_seconds=seconds_of(run.output.stop_after) if run.output.stop_after else None, device=engine.device
         )
 
-        with Journal(run, schedule, topology, first_step=progress.step) as journal:
+        with Journal(run, schedule, engine, topology, first_step=progress.step) as journal:
             heartbeat.at(progress.step, "preflight")
             for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
                 journal.preflight(stage, peak)
@@ -68,16 +68,16 @@ def train(run: RunConfig) -> None:
                 update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
                 progress = Progress(step + 1, caches)
 
-                stage_ends = schedule.closes_stage(step)
+                stage_ends, reason = schedule.closes_stage(step), stop.agreed()
+                saves = due(progress.step, run.output.save_every) or stage_ends or reason is not None
                 journal.step(plan, loss, update, time.monotonic() - begin,
-                             show=due(progress.step, run.output.log_every) or stage_ends)  # fmt: skip
+                             show=due(progress.step, run.output.log_every) or saves)  # fmt: skip
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
-                    journal.held_out(progress.step, evaluate(engine, corpus, run, schedule.stages[-1]))
+                    journal.held_out(progress.step, held_out(engine.model, corpus, run.output, schedule.stages[-1]))
                 if stage_ends:
                     journal.stage_closes(plan)
-                reason = stop.agreed()  # all of this step is recorded: a checkpoint may follow, and nothing is lost
-                if due(progress.step, run.output.save_every) or stage_ends or reason:
+                if saves:  # all of this step is recorded: nothing is lost
                     heartbeat.at(progress.step, "saving")
                     checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
@@ -92,10 +92,11 @@ def accumulate_gradients(
     caches: tuple[SegmentCache, ...],
     topology: Topology,
     seed: int,
-) -> tuple[float, tuple[SegmentCache, ...]]:
+) -> tuple[torch.Tensor, tuple[SegmentCache, ...]]:
     """Forward and backward over the micro-batches of one step; each owns its lanes and its cache.
 
-    Gives the mean loss over all target tokens of the step, those of the other ranks too."""
+    Gives this rank's share of the loss: summed over the data-parallel ranks, the mean over all target tokens of the
+    step. It stays on the device, so that nobody waits for a loss that is not shown."""
     stage, share, next_caches = plan.stage, torch.zeros((), device=engine.device), []
     for micro in range(stage.accumulation):
         batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
@@ -112,16 +113,7 @@ def accumulate_gradients(
 
         share += mine.detach()
         next_caches.append(cache)
-    return topology.data.sum(share).item(), tuple(next_caches)
-
-
-def evaluate(engine: TrainingEngine, corpus: Corpus, run: RunConfig, last: Stage) -> Score:
-    """Held-out text by one protocol all through the run, so that its stages can be compared."""
-    mode: Mode = "cached" if last.cache_length else "nonoverlapping"
-    protocol = Protocol(
-        mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
-    )
-    return score(engine.model, corpus.valid.tokens[: run.output.evaluate_tokens], protocol, eos=corpus.eos)
+    return share, tuple(next_caches)
 
 
 def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: StageSchedule, topology: Topology) -> None:

@@ -87,6 +87,7 @@ class OutputConfig(Section):
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
     evaluate_tokens: PositiveInt | None = None  # so much of the held-out text; default: all
+    sample_tokens: NonNegativeInt = 40  # so much is written on behind the first held-out tokens; 0: nothing
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
     keep_last: PositiveInt = 2  # so many checkpoints are kept
     keep_every: PositiveInt | None = None  # and, for good, those of every n-th step

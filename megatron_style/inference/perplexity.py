@@ -74,6 +74,12 @@ class Score:
         counts, sums = np.bincount(places), np.bincount(places, self.nll)
         return counts, np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
 
+    def by_band(self, protocol: Protocol, bands: int = 16) -> list[float]:
+        """Mean loss over so many equal stretches of the segment, or over each place of one that is shorter."""
+        counts, losses = self.by_place(protocol)
+        cut = np.array_split(np.arange(len(counts)), min(bands, len(counts)))
+        return [float(np.average(losses[places], weights=counts[places])) for places in cut]
+
 
 def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))

@@ -39,13 +39,16 @@ class Shortformer(nn.Module):
         )
 
     def forward(
-        self, ids_BT: Tensor, targets_BT: Tensor, cache: SegmentCache, noise: Noise | None = None
+        self, ids_BT: Tensor, targets_BT: Tensor | None, cache: SegmentCache, noise: Noise | None = None
     ) -> tuple[Tensor, SegmentCache]:
         """Negative log-likelihood of each target, and the cache that the next segment of these rows needs.
 
-        Fewer targets than tokens are those of the last tokens. `noise` is where dropout masks come from; without it
-        nothing is dropped."""
+        Fewer targets than tokens are those of the last tokens. Without targets, the likeliest next token of each row:
+        asked for here, because ZeRO 3 has the weights together only inside `forward`. `noise` is where dropout masks
+        come from; without it nothing is dropped."""
         x_BTD, cache = self.features(ids_BT, cache, noise)
+        if targets_BT is None:
+            return self.vocabulary.likeliest(x_BTD[:, -1]), cache
         wanted_ND = x_BTD[:, -targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         return nll_N.view(targets_BT.shape), cache

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
 from megatron_style.parallel.layers import VocabParallelTable
-from megatron_style.parallel.loss import sharded_logsumexp, sharded_pick
+from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_pick
 from megatron_style.parallel.randomness import Noise, replicated_dropout
 from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier
 from megatron_style.parallel.topology import Axis
@@ -77,6 +77,19 @@ class AdaptiveVocabulary(nn.Module):
             nll_N = nll_N.index_add(0, index, inside - clusters[index, i])
         return nll_N
 
+    def likeliest(self, x_ND: Tensor) -> Tensor:
+        """The most probable token after each row, on any number of tensor ranks."""
+        head, *tails = self.bands
+        clusters = _full_precision(F.linear(x_ND, self.clusters))
+        best = [_best_owned(_full_precision(head.table.logits(x_ND)), head.table)]
+        for i, band in enumerate(tails):
+            inside = _full_precision(band.table.logits(F.linear(x_ND, band.projection.T)))
+            score, index = _best_owned(inside, band.table)
+            # In the terms of band 0's logits: that of the band, and the token's log-probability inside it.
+            best.append((clusters[:, i] + score - sharded_logsumexp(inside, self.axis), band.first + index))
+        scores, ids = (torch.stack(part, -1) for part in zip(*best, strict=True))
+        return sharded_best(scores, ids, self.axis)
+
     def log_probs(self, x_ND: Tensor) -> Tensor:
         """The whole distribution [N, V]: one process only."""
         words, clusters = self.head_log_probs(x_ND)
@@ -124,6 +137,11 @@ class PlainVocabulary(nn.Module):
         del noise  # the reference drops nothing here
         return _table_nll(x_ND, targets_N, self.output_table)
 
+    def likeliest(self, x_ND: Tensor) -> Tensor:
+        """The most probable token after each row, on any number of tensor ranks."""
+        score, ids = _best_owned(_full_precision(self.output_table.logits(x_ND)), self.output_table)
+        return sharded_best(score[:, None], ids[:, None], self.axis)
+
     def log_probs(self, x_ND: Tensor) -> Tensor:
         """The whole distribution [N, V]: one process only."""
         assert self.axis.size == 1
@@ -151,6 +169,16 @@ def _table_nll(x: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
 
 def _pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
     return sharded_pick(logits, targets, layout_of(table.weight).owned(table.axis), table.axis)
+
+
+def _best_owned(logits: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
+    """The highest logit among this rank's columns, and its place in the whole table."""
+    owned = layout_of(table.weight).owned(table.axis)
+    if len(owned) == 0:  # of a small band some ranks hold nothing
+        score = logits.new_full((len(logits),), -torch.inf)
+        return score, torch.full_like(score, table.tokens - 1, dtype=torch.long)
+    score, column = logits.max(-1)
+    return score, owned.start + column
 
 
 def _full_precision(logits: Tensor) -> Tensor:

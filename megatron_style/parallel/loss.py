@@ -1,4 +1,4 @@
-"""The pieces of a cross entropy over logits whose columns are split over the tensor axis. Logits never travel."""
+"""Cross entropy and the best choice over logits whose columns are split over the tensor axis. Logits never travel."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def sharded_pick(logits: Tensor, columns: Tensor, owned: range, axis: Axis) -> T
         local = (columns - owned.start).masked_fill(elsewhere, 0)
         picked = torch.gather(logits, -1, local[..., None])[..., 0].masked_fill(elsewhere, 0)
     return reduce_from_shards(picked, axis)
+
+
+def sharded_best(scores: Tensor, ids: Tensor, axis: Axis) -> Tensor:
+    """Of each row the id with the highest score on any rank, the lowest of several: the same on every rank."""
+    peak = largest_over_shards(scores.max(-1).values, axis)
+    candidates = ids.masked_fill(scores < peak[..., None], torch.iinfo(ids.dtype).max).min(-1).values
+    return -largest_over_shards(-candidates, axis)

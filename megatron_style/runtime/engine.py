@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,10 @@ class TrainingEngine:
         return torch.device(self._engine.device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
     def zero_stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
@@ -123,6 +127,7 @@ class TrainingEngine:
         counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
         before = {name: getattr(self._engine, name) for name in counters}
         scaler = copy.deepcopy(getattr(self._engine.optimizer, "loss_scaler", None))
+        monitored, self._engine.monitor.enabled = self._engine.monitor.enabled, False
         yield
         with _without_warnings():  # of the overflow
             update = self._step(None)
@@ -131,6 +136,14 @@ class TrainingEngine:
             setattr(self._engine, name, value)
         if scaler is not None:
             self._engine.optimizer.loss_scaler = scaler
+        self._engine.monitor.enabled = monitored
+
+    def tell_monitors(self, values: Mapping[str, float]) -> None:
+        """To whatever the ds_config switches on (`csv_monitor`, `tensorboard`, `wandb`, `comet`), which DeepSpeed tells
+        no loss. Counted in its samples, as what it writes by itself: some of them refuse to go back."""
+        if self._engine.monitor.enabled:
+            count = self._engine.global_samples
+            self._engine.monitor.write_events([(tag, value, count) for tag, value in values.items()])
 
     def save(self, directory: Path, tag: str) -> None:
         had_checksums = torch.serialization.get_crc32_options()

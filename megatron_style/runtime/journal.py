@@ -1,103 +1,154 @@
-"""One writer for what a run has to say: log lines, `metrics.jsonl` and TensorBoard. Only the first rank writes."""
+"""One writer for what a run has to say: on the console, in `metrics.jsonl` and in TensorBoard. Only the first rank
+writes; the others only help to sum the loss."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
-from torch.utils.tensorboard import SummaryWriter
+from torch import Tensor
 
 from megatron_style.config.command import log
 from megatron_style.config.run import RunConfig, save_run
-from megatron_style.inference.perplexity import Score
+from megatron_style.inference.held_out import HeldOut
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.engine import Update
+from megatron_style.runtime.board import Board, code_block, scalars_of
+from megatron_style.runtime.console import Console, Standing
+from megatron_style.runtime.ds_config import read_ds_config
+from megatron_style.runtime.engine import TrainingEngine, Update
+from megatron_style.runtime.memory import forget_peak, peak_bytes
+from megatron_style.runtime.metrics import Event, MetricsFile
+from megatron_style.runtime.work import Totals, Work, peak_flops
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
+
+_NEWEST_SHARE = 0.3  # of the newest line in the speed that the time left is told by
 
 
 class Journal:
-    def __init__(self, run: RunConfig, schedule: StageSchedule, topology: Topology, *, first_step: int) -> None:
-        """Whatever an interrupted run wrote behind its last checkpoint is dropped: those steps will be done again."""
-        self._writes, self._schedule = topology.is_first, schedule
+    def __init__(
+        self, run: RunConfig, schedule: StageSchedule, engine: TrainingEngine, topology: Topology, *, first_step: int
+    ) -> None:
+        self._schedule, self._engine, self._topology = schedule, engine, topology
+        self._work = Work(run.model, engine.model.vocab_size, schedule)
+        self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
+        self._all_flops = self._work.before(schedule.total_steps)
         self._skipped, self._stage_seconds = 0, 0.0
-        if not self._writes:
-            return
+        self._seconds_per_flop: float | None = None
+        self._peak = peak_flops(engine.device, engine.dtype, ranks=topology.data.size * topology.tensor.size)
+        self._writes = topology.is_first
+        if self._writes:
+            self._open(run, first_step)
+        self._shown = self._totals  # as they were at the last line
+
+    def _open(self, run: RunConfig, first_step: int) -> None:
+        """Figures that are carried on come from the last line, which every step that saves has."""
         folder = run.output.path
         folder.mkdir(parents=True, exist_ok=True)
         save_run(run, folder / "run.yaml")
-        self._file = self._reopen(folder / "metrics.jsonl", first_step)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
+        self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
+        if trained := [event for event in self._metrics.kept if event["kind"] == "train"]:
+            last = trained[-1]  # perhaps of a version that recorded less
+            self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
+            self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
+        ds_config = read_ds_config(run.deepspeed)
+        texts = {
+            "run/config": code_block((folder / "run.yaml").read_text(encoding="utf-8"), "yaml"),
+            "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
+        }
+        ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
+        settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
+        self._board = Board(folder / "tensorboard", settings, texts, self._metrics.kept)
+        self._console = Console(self._schedule.total_steps)
         if first_step:
-            self._say(f"resuming at step {first_step} of {schedule.total_steps}")
+            self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
 
-    def preflight(self, stage: Stage, peak_bytes: int) -> None:
-        self._say(f"preflight: {stage}: peak memory {peak_bytes / 2**30:.2f} GiB on the first rank")
+    def preflight(self, stage: Stage, peak: int) -> None:
+        self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
 
     def stage_opens(self, plan: StepPlan) -> None:
         """Counted to the stage's first step, so that a run resumed right before it records it once."""
         self._stage_seconds = 0.0
-        self._record("stage", plan.step + 1, index=plan.stage.index, segment_length=plan.stage.segment_length,
-                     rows=plan.stage.rows, micro_rows=plan.stage.micro_rows, tokens=self._tokens(plan.step),
-                     opens=str(plan.stage))  # fmt: skip
-        self._say(f"step {plan.step}: {plan.stage}")
+        stage, totals = plan.stage, self._totals
+        self._record("stage", plan.step + 1, index=stage.index, segment_length=stage.segment_length,
+                     cache_length=stage.cache_length, rows=stage.rows, micro_rows=stage.micro_rows,
+                     tokens=totals.tokens, seconds=totals.seconds, flops=totals.flops,
+                     flops_per_token=self._work.per_token[stage.index], opens=str(stage))  # fmt: skip
+        self._say(f"step {plan.step}: {stage}")
 
     def stage_closes(self, plan: StepPlan) -> None:
         """Tokens and time of the stage, over all ranks and resumptions."""
         first, done = self._schedule.first_step_of(plan.stage), plan.step + 1
-        tokens, seconds = self._tokens(done) - self._tokens(first), self._stage_seconds
-        self._record("stage_end", done, index=plan.stage.index, stage_tokens=tokens, stage_seconds=seconds)
+        tokens, seconds = self._totals.tokens - self._schedule.tokens_before(first), self._stage_seconds
+        self._record("stage_end", done, index=plan.stage.index, tokens=self._totals.tokens, stage_tokens=tokens,
+                     stage_seconds=seconds)  # fmt: skip
         self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
 
-    def step(self, plan: StepPlan, loss: float, update: Update, seconds: float, *, show: bool) -> None:
-        """Called after every step; only some are shown, and all that were skipped."""
+    def step(self, plan: StepPlan, loss: Tensor, update: Update, seconds: float, *, show: bool) -> None:
+        """Called after every step by all ranks; `loss` is this rank's share. Only some are shown, and all that were
+        skipped: in between the loss is not even summed, so that nobody waits for it."""
+        flops = plan.tokens * self._work.per_token[plan.stage.index]
+        self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
         self._stage_seconds += seconds
-        if not show and update.applied:
-            return
-        done, total = plan.step + 1, self._schedule.total_steps
-        speed = plan.tokens / seconds
-        self._record("train", done, loss=loss, grad_norm=update.grad_norm, learning_rate=update.learning_rate,
-                     skipped=self._skipped, tokens=self._tokens(done), tokens_per_second=speed,
-                     stage_seconds=self._stage_seconds)  # fmt: skip
+        if show or not update.applied:
+            mean = self._topology.data.sum(loss).item()
+            if self._writes:
+                self._show(plan, mean, update)
+        elif self._writes:
+            self._console.after(plan.step + 1)
+
+    def held_out(self, step: int, found: HeldOut) -> None:
+        totals = self._totals
+        self._record("valid", step, loss=found.loss, perplexity=found.perplexity, tokens=totals.tokens,
+                     seconds=totals.seconds, flops=totals.flops, by_position=list(found.by_position))  # fmt: skip
+        if found.text:
+            self._record("sample", step, tokens=totals.tokens, prompt=found.prompt, text=found.text)
+        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
+
+    def _show(self, plan: StepPlan, loss: float, update: Update) -> None:
+        totals, device = self._totals, self._engine.device
+        lately, self._shown = totals.since(self._shown), totals
+        memory = peak_bytes(device)
+        forget_peak(device)
+        event = self._record(
+            "train", plan.step + 1, stage=plan.stage.index, loss=loss, grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate, skipped=self._skipped, tokens=totals.tokens,
+            tokens_per_second=lately.tokens / lately.seconds, stage_seconds=self._stage_seconds,
+            seconds=totals.seconds, flops=totals.flops, flops_per_second=lately.flops / lately.seconds,
+            memory_bytes=memory,
+        )  # fmt: skip
         note = "" if update.applied else f", skipped: the gradient is not finite ({self._skipped} so far)"
-        self._say(
-            f"step {done}/{total}, stage {plan.stage.index + 1}: loss {loss:.4f}, "
-            f"gradient norm {update.grad_norm:.3f}, learning rate {update.learning_rate:.3g}, "
-            f"{speed:,.0f} tokens/s{note}"
+        self._console.show(
+            Standing(
+                event,
+                total_steps=self._schedule.total_steps,
+                stages=len(self._schedule.stages),
+                share_done=totals.flops / self._all_flops,
+                seconds_left=self._seconds_left(lately),
+                peak_share=self._peak and event["flops_per_second"] / self._peak,
+                note=note,
+            )
         )
 
-    def held_out(self, step: int, score: Score) -> None:
-        self._record("valid", step, loss=score.loss, perplexity=score.perplexity, tokens=self._tokens(step))
-        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {score.perplexity:.2f}")
-
-    def _reopen(self, path: Path, first_step: int) -> TextIO:
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= first_step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        trained = [event for event in map(json.loads, kept) if event["kind"] == "train"]
-        if trained:
-            self._skipped, self._stage_seconds = trained[-1]["skipped"], trained[-1]["stage_seconds"]
-        return path.open("a", encoding="utf-8")
-
-    def _tokens(self, step: int) -> int:
-        return self._schedule.tokens_before(step)
+    def _seconds_left(self, lately: Totals) -> float:
+        """That of the FLOPs left: a stage of longer segments counts for what it costs."""
+        newest = lately.seconds / lately.flops
+        before = newest if self._seconds_per_flop is None else self._seconds_per_flop
+        self._seconds_per_flop = before + _NEWEST_SHARE * (newest - before)
+        return (self._all_flops - self._totals.flops) * self._seconds_per_flop
 
     def _say(self, line: str) -> None:
         if self._writes:
             log(line)
 
-    def _record(self, kind: str, step: int, **values: float | int | str) -> None:
-        """One event: a line of `metrics.jsonl`, and a TensorBoard point for each number."""
-        if not self._writes:
-            return
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if isinstance(value, str):
-                self._board.add_text(f"{kind}/{name}", value, step)
-            else:
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+    def _record(self, kind: str, step: int, **values: float | int | str | list[float]) -> Event:
+        event: Event = {"kind": kind, "step": step, **values}
+        if self._writes:
+            self._metrics.write(event)
+            self._board.add(event)
+            self._engine.tell_monitors(scalars_of(event))
+        return event
 
     def __enter__(self) -> Self:
         return self
@@ -106,12 +157,6 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._writes:
-            self._file.close()
-            self._board.close()
-
-
-def _lines(path: Path) -> list[str]:
-    """Whole lines only: the last one of a killed run may be torn."""
-    if not path.exists():
-        return []
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
+            self._console.close()
+            self._metrics.close()
+            self._board.close(finished=kind is None)

@@ -12,13 +12,21 @@ import torch
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
     """Gives a function that tells the peak, in bytes, since the context was entered."""
+    forget_peak(device)
+    yield lambda: peak_bytes(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """From now on the peak is that of what follows."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
-        yield lambda: torch.accelerator.max_memory_allocated(device)
         return
     with suppress(OSError):  # where it cannot be done, the peak is the one since the process began: never too low
         Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the high-water mark back to what is used now
-    yield _resident_peak
+
+
+def peak_bytes(device: torch.device) -> int:
+    return _resident_peak() if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -7,26 +7,30 @@ import logging
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from megatron_style.config.errors import Stopped, UserError
 from megatron_style.runtime.record import now
+from megatron_style.runtime.terminal import Terminal, with_bar
 
 
 class _Both:
-    """Standard error as it is, and a copy. A disk that is full must not silence the console."""
+    """Standard error as it is, and a copy. A disk that is full must not silence the console. A bar, where the console
+    has one, is not copied."""
 
-    def __init__(self, console: TextIO, copy: TextIO) -> None:
+    def __init__(self, console: TextIO | Terminal, copy: TextIO) -> None:
         self._console, self._copy = console, copy
 
     def write(self, text: str) -> int:
-        try:
-            self._copy.write(text)
-        except (OSError, ValueError):
-            return self._console.write(text)
+        self.keep(text)
         return self._console.write(text)
+
+    def keep(self, text: str) -> None:
+        """Into the copy only."""
+        with suppress(OSError, ValueError):
+            self._copy.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)
@@ -38,7 +42,7 @@ def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Path]:
     console = sys.stderr
     with path.open("a", encoding="utf-8", buffering=1) as copy:
         copy.write(f"== launch {launch} begins: {now()}\n")
-        sys.stderr = cast(TextIO, _Both(console, copy))
+        sys.stderr = cast(TextIO, _Both(with_bar(console), copy))
         _redirect_deepspeed(sys.stderr)
         faulthandler.enable(copy)
         try:

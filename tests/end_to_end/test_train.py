@@ -82,6 +82,8 @@ def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_f
     two = train(write_run(other, tokens_per_batch=96), "--deepspeed_config", str(ds_config), processes=2)
     one = train(run_file)
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    assert not set(one.stderr + two.stderr) & {"\r", "\x1b"}  # a file is no terminal
+    assert two.stderr.count("step 3/6, stage 1/2: loss") == 1  # and one rank speaks
     for key in ("loss", "grad_norm"):
         losses = [[event[key] for event in events(folder, "train")] for folder in (run_file.parent, other)]
         np.testing.assert_allclose(*losses, rtol=1e-5)

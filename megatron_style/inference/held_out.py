@@ -1,0 +1,59 @@
+"""How a model that is being trained does on held-out text: its loss, by the place in the segment too, and a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_style.config.run import OutputConfig
+from megatron_style.data.corpus import Corpus
+from megatron_style.data.tokenizer import UNK
+from megatron_style.inference.greedy import continue_greedily
+from megatron_style.inference.perplexity import Mode, Protocol, score
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.schedule.stages import Stage
+
+_PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    loss: float  # nats a token
+    perplexity: float
+    by_position: tuple[float, ...]
+    prompt: str = ""
+    text: str = ""
+
+
+def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage) -> HeldOut:
+    """By one protocol all through the run, that of its last stage, so that the stages can be compared. All ranks take
+    part, and nothing of the training changes."""
+    mode: Mode = "cached" if last.cache_length else "nonoverlapping"
+    protocol = Protocol(
+        mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
+    )
+    tokens = corpus.valid.tokens[: output.evaluate_tokens]
+    found = score(model, tokens, protocol, eos=corpus.eos)
+    prompt = tokens[:_PROMPT_TOKENS].tolist()
+    written = continue_greedily(
+        model,
+        [corpus.eos, *prompt],
+        output.sample_tokens,
+        segment_length=last.segment_length,
+        cache_length=last.cache_length,
+    )
+    return HeldOut(
+        found.loss,
+        found.perplexity,
+        tuple(found.by_band(protocol)),
+        _spelled(prompt, corpus),
+        _spelled(written, corpus),
+    )
+
+
+def _spelled(ids: Sequence[int], corpus: Corpus) -> str:
+    """A store without a dictionary has only numbers; a vocabulary that was set larger has ids without a word."""
+    if corpus.tokenizer is None:
+        return " ".join(map(str, ids))
+    known = corpus.tokenizer.vocab_size
+    return corpus.tokenizer.decode([token if token < known else UNK for token in ids])

@@ -1,0 +1,50 @@
+"""A terminal whose last line may be a progress bar that other output does not tear."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, TextIO
+
+_CLEAR = "\r\x1b[2K"
+_USUAL_WIDTH = 80
+
+
+class Terminal:
+    """Standard error of a rank. What is written goes above the bar; a line also clears the bar of another process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._bar, self._line_begins = stream, "", True
+        self._lock = threading.Lock()  # the heartbeat speaks from a thread of its own
+
+    def write(self, text: str) -> int:
+        if not text:
+            return 0
+        with self._lock:
+            clear = _CLEAR if self._line_begins else ""
+            self._line_begins = text.endswith("\n")
+            self._stream.write(clear + text + (self._bar if self._line_begins else ""))
+        return len(text)
+
+    def draw(self, bar: str) -> None:
+        """From now on this is the last line; an empty one removes it."""
+        with self._lock:
+            if self._line_begins and (bar or self._bar):
+                self._stream.write(_CLEAR + bar)
+                self._stream.flush()
+            self._bar = bar
+
+    @property
+    def width(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or _USUAL_WIDTH
+        except OSError:
+            return _USUAL_WIDTH
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def with_bar(stream: TextIO) -> TextIO | Terminal:
+    """A stream that nobody looks at, or that cannot clear a line, stays as it is."""
+    return Terminal(stream) if stream.isatty() and os.environ.get("TERM") != "dumb" else stream
