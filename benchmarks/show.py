@@ -1,0 +1,87 @@
+"""The training benchmark's figures as tables, as a picture, and beside older ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+Found = dict[str, Any]
+MARKS = {"L=128 cached": (1.5, 0.6), "L=512 cached": (1.5, 0.5), "L=3072": (1.8, None)}  # against plain, of matmul
+
+
+def show(found: Found) -> None:
+    print(f"\n{found['model']}, {found['tokens']} tokens a batch")
+    print(f"{'':14}{'ours':>10}{'plain':>10}{'ours/plain':>12}{'of matmul':>11}{'memory':>9}{'plain':>9}")
+    for name, line in found["lengths"].items():
+        ours, plain = line["tokens_per_second"]
+        mine, theirs = (peak / 2**30 for peak in line["peak_bytes"])
+        print(
+            f"{name:14}{ours:10,.0f}{plain:10,.0f}{line['against_plain']:12.2f}{line['share_of_matmul']:11.1%}"
+            f"{mine:8.2f}G{theirs:8.2f}G"
+        )
+    if found["grids"]:
+        first = next(iter(found["grids"].values()))
+        for name, speed in found["grids"].items():
+            print(f"{name:34}{speed:10,.0f} tokens/s{speed / first:8.2f}")
+    print()
+    for text, value, mark, met in judged(found):
+        print(f"{'met   ' if met else 'SHORT '} {text}: {value:.2f}, asked: {mark}")
+
+
+def judged(found: Found) -> Iterator[tuple[str, float, str, bool]]:
+    """What is asked for, and whether it was found."""
+    lengths, grids = found["lengths"], found["grids"]
+    for name, (plain, matmul) in MARKS.items():
+        yield _least(f"{name}: against plain", lengths[name]["against_plain"], plain)
+        if matmul:
+            yield _least(f"{name}: share of the matmul rate", lengths[name]["share_of_matmul"], matmul)
+    baseline = lengths["L=3072"]
+    for name in ("L=128 cached", "L=512 cached"):
+        ratio = lengths[name]["tokens_per_second"][0] / baseline["tokens_per_second"][0]
+        yield _least(f"{name}: tokens/s against L=3072", ratio, 1.5)
+    yield _most(
+        "memory of L=512 cached / L=3072", lengths["L=512 cached"]["peak_bytes"][0] / baseline["peak_bytes"][0], 0.5
+    )
+    if grids:
+        one = grids["ZeRO 1, 1 rank x 2 threads"]
+        yield _least("2 data-parallel ranks / 1 rank", grids["ZeRO 1, 2 data-parallel ranks"] / one, 0.85)
+        yield _least("ZeRO 1 / ZeRO 0", one / grids["ZeRO 0, 1 rank x 2 threads"], 0.95)
+
+
+def chart(found: Found, path: Path) -> None:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    names = list(found["lengths"])
+    for side, (label, offset) in enumerate((("ours", -0.2), ("plain", 0.2))):
+        places = [place + offset for place in range(len(names))]
+        speed.bar(places, [found["lengths"][n]["tokens_per_second"][side] for n in names], 0.4, label=label)
+        memory.bar(places, [found["lengths"][n]["peak_bytes"][side] / 2**30 for n in names], 0.4, label=label)
+    for axes, title in ((speed, "tokens/s"), (memory, "peak memory, GiB")):
+        axes.set_xticks(range(len(names)), names)
+        axes.set_title(title)
+        axes.legend()
+    figure.savefig(path)
+
+
+def difference(old: Found, new: Found) -> None:
+    """Ratios only: seconds of two days cannot be compared."""
+    print("\nold -> new")
+    for name, line in new["lengths"].items():
+        before = old["lengths"].get(name)
+        if before is None:
+            continue
+        for key in ("against_plain", "share_of_matmul"):
+            print(f"{name:14}{key:16}{before[key]:8.2f} -> {line[key]:.2f}  ({line[key] / before[key] - 1:+.1%})")
+        memory, was = line["peak_bytes"][0], before["peak_bytes"][0]
+        print(f"{name:14}{'peak memory':16}{was / 2**30:7.2f}G -> {memory / 2**30:.2f}G  ({memory / was - 1:+.1%})")
+
+
+def _least(text: str, value: float, mark: float) -> tuple[str, float, str, bool]:
+    return text, value, f"at least {mark}", value >= mark
+
+
+def _most(text: str, value: float, mark: float) -> tuple[str, float, str, bool]:
+    return text, value, f"at most {mark}", value <= mark

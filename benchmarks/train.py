@@ -1,0 +1,179 @@
+"""What a trained token costs, as ratios measured side by side in one run.
+
+    python -m benchmarks.train [--model medium|paper] [--tokens 9216] [--rounds 3] [--skip-grids]
+                               [--output speed.json] [--chart speed.png] [--compare old.json]
+
+On this machine's CPU in float32, without dropout. For each segment length: this trainer (`ours`), the same model
+written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products take turns, so that whatever else
+runs here slows all of them; a ratio is the median of its rounds. Then peak memory, each in a process of its own, and
+the ways to use two cores: ZeRO stages, two data-parallel ranks, two tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.show import chart, difference, show
+from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, write_text
+from megatron_style.runtime.local_ranks import run_ranks
+from megatron_style.runtime.memory import forget_peak, peak_bytes
+from megatron_style.runtime.session import distributed_session
+
+CPU = torch.device("cpu")
+GRIDS: dict[str, dict[str, Any]] = {
+    "ZeRO 0, 1 rank x 2 threads": {"ranks": 1, "zero": 0},
+    "ZeRO 1, 1 rank x 2 threads": {"ranks": 1, "zero": 1},
+    "ZeRO 2, 1 rank x 2 threads": {"ranks": 1, "zero": 2},
+    "ZeRO 3, 1 rank x 2 threads": {"ranks": 1, "zero": 3},
+    "ZeRO 1, 2 data-parallel ranks": {"ranks": 2, "zero": 1},
+    "ZeRO 1, 2 tensor-parallel ranks": {"ranks": 2, "zero": 1, "tensor": 2},
+}
+
+
+def settings_of(model: str, tokens: int) -> list[Setting]:
+    lengths = [(128, True), (512, True), (1024, False), (3072, False)]
+    return [Setting(model, length, cached, tokens) for length, cached in lengths]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def matmul_rate(size: int = 2048) -> float:
+    """FLOP/s of this machine's own matrix product, now."""
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    return 4 * 2 * size**3 / seconds(lambda: [left @ right for _ in range(4)])
+
+
+def measure_speed(setting: Setting, folder: Path, rounds: int) -> dict[str, Any]:
+    """Ours, plain and the machine in turns. Both start from the same weights and must find the same loss."""
+    with distributed_session(tensor=1) as topology:
+        run = setting.run(folder)
+        ours = Ours(run, topology)
+        weights = {name: weight.clone() for name, weight in ours.engine.model.state_dict().items()}
+        plain = Plain(run, weights)
+        for _ in range(2):  # the second one has a full cache
+            torch.testing.assert_close(ours(), plain(), rtol=1e-4, atol=0)
+        taken = [(seconds(ours), seconds(plain), matmul_rate()) for _ in range(rounds)]
+    work = setting.tokens * setting.flops_per_token
+    return {
+        "tokens_per_second": [setting.tokens / statistics.median(side[i] for side in taken) for i in (0, 1)],
+        "against_plain": statistics.median(plain / ours for ours, plain, _ in taken),
+        "share_of_matmul": statistics.median(work / ours / rate for ours, _, rate in taken),
+        "matmul_gflops": statistics.median(rate for *_, rate in taken) / 1e9,
+    }
+
+
+def measure_memory(setting: Setting, folder: Path, side: str) -> int:
+    """Peak bytes of two steps, over what the process used before it had a model."""
+    forget_peak(CPU)
+    before = peak_bytes(CPU)
+    with distributed_session(tensor=1) as topology:
+        run = setting.run(folder)
+        step = Ours(run, topology) if side == "ours" else Plain(run)
+        for _ in range(2):
+            step()
+    return peak_bytes(CPU) - before
+
+
+def measure_grid(setting: Setting, folder: Path, ranks: int, zero: int, tensor: int, rounds: int) -> list[float]:
+    """Tokens/s of each round, over all ranks. Two cores in any case."""
+    torch.set_num_threads(2 // ranks)
+    config = folder / f"zero{zero}.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": zero}}))
+    with distributed_session(tensor=tensor) as topology:
+        run = setting.run(folder, parallel={"tensor": tensor}, deepspeed=str(config))
+        step, tokens = Ours(run, topology), setting.tokens * topology.data.size
+        step(), step()
+        return [tokens / seconds(step) for _ in range(rounds)]
+
+
+def in_own_process(**what: Any) -> Any:
+    """Of this file: what is measured there is not disturbed by what was measured here."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.train", "--child", json.dumps(what)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def child(what: dict[str, Any]) -> object:
+    setting, folder = Setting(**what["setting"]), Path(what["folder"])
+    match what["measure"]:
+        case "speed":
+            return measure_speed(setting, folder, what["rounds"])
+        case "memory":
+            return measure_memory(setting, folder, what["side"])
+        case _:
+            grid = what["grid"]
+            arguments = (setting, folder, grid["ranks"], grid["zero"], grid.get("tensor", 1), what["rounds"])
+            return run_ranks(grid["ranks"], measure_grid, *arguments)[0]
+
+
+def measure_all(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    write_text(folder, VOCAB_SIZES[args.model])
+    found: dict[str, Any] = {"model": args.model, "tokens": args.tokens, "lengths": {}, "grids": {}}
+    for setting in settings_of(args.model, args.tokens):
+        common = {"setting": vars(setting), "folder": str(folder), "rounds": args.rounds}
+        found["lengths"][str(setting)] = in_own_process(measure="speed", **common) | {
+            "peak_bytes": [in_own_process(measure="memory", side=side, **common) for side in ("ours", "plain")]
+        }
+        progress(f"{setting}: done")
+    grids: dict[str, list[float]] = {name: [] for name in ({} if args.skip_grids else GRIDS)}
+    setting = settings_of(args.model, args.tokens)[0]
+    for number in range(args.rounds):
+        for name in grids:
+            common = {"setting": vars(setting), "folder": str(folder), "rounds": 2}
+            grids[name] += in_own_process(measure="grid", grid=GRIDS[name], **common)
+        progress(f"grids: round {number + 1} of {args.rounds} done")
+    found["grids"] = {name: statistics.median(speeds) for name, speeds in grids.items()}
+    return found
+
+
+def progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("medium", "paper"), default="medium")
+    parser.add_argument("--tokens", type=int, default=9_216, help="a batch; 3072 and its multiples")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--skip-grids", action="store_true")
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    parser.add_argument("--chart", type=Path, metavar="FILE.png")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(child(args.child)))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        found = measure_all(args, Path(directory))
+    show(found)
+    if args.output:
+        args.output.write_text(json.dumps(found, indent=2) + "\n")
+    if args.chart:
+        chart(found, args.chart)
+    if args.compare:
+        difference(json.loads(args.compare.read_text()), found)
+
+
+if __name__ == "__main__":
+    main()
