@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
 from megatron_style.parallel.layers import VocabParallelTable
-from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_pick
+from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
 from megatron_style.parallel.randomness import Noise, replicated_dropout
 from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier
 from megatron_style.parallel.topology import Axis
@@ -67,8 +67,8 @@ class AdaptiveVocabulary(nn.Module):
         x_ND = replicated_dropout(x_ND, self.dropout, noise)
         words = _full_precision(head.table.logits(x_ND))
         clusters = _full_precision(F.linear(x_ND, self.clusters))
-        total = torch.logaddexp(sharded_logsumexp(words, self.axis), clusters.logsumexp(-1))
-        nll_N = total - _pick(words, targets_N, head.table)  # for a tail token nothing is picked yet
+        words_total, picked = _total_and_pick(words, targets_N, head.table)  # of a tail token nothing is picked yet
+        nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
             narrow = F.linear(x_ND[index], band.projection.T)
@@ -163,12 +163,12 @@ def make_vocabulary(config: ModelConfig, vocab_size: int, axis: Axis) -> Adaptiv
 
 
 def _table_nll(x: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
-    logits = _full_precision(table.logits(x))
-    return sharded_logsumexp(logits, table.axis) - _pick(logits, targets, table)
+    total, picked = _total_and_pick(_full_precision(table.logits(x)), targets, table)
+    return total - picked
 
 
-def _pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
-    return sharded_pick(logits, targets, layout_of(table.weight).owned(table.axis), table.axis)
+def _total_and_pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
+    return sharded_total_and_pick(logits, targets, layout_of(table.weight).owned(table.axis), table.axis)
 
 
 def _best_owned(logits: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
