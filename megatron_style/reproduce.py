@@ -6,8 +6,8 @@ python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_ta
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +31,6 @@ TABLES = range(1, 13)
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asked to leave, so are the runs
     args = parse_args()
     experiment, tables = open_experiment(args)
     specs = list(experiment.seeded([spec for table in tables for spec in table.needs()]))
@@ -42,7 +41,7 @@ def main() -> None:
     write_record(experiment)
     if specs:
         prepare(experiment)
-        work(experiment, tables, specs, at_once=at_once, threads=max(1, usable_cpus() // at_once))
+        work(experiment, tables, specs, at_once=at_once, threads=threads_each(at_once))
     deliver(experiment, tables, as_json=args.json)
 
 
@@ -97,6 +96,12 @@ def jobs_at_once(wanted: int | None, experiment: Experiment) -> int:
             f"--emit prints the commands for a machine that has them"
         )
     return wanted or (1 if has_gpus else usable_cpus())
+
+
+def threads_each(at_once: int) -> int:
+    """More threads than idle cores wait for one another: who knows of other work sets the variable."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, usable_cpus() // at_once)
 
 
 def prepare(experiment: Experiment) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Job:
 def run_jobs(jobs: Sequence[Job], *, at_once: int, threads: int) -> None:
     """In their order. The first that fails ends all: what they have saved is not lost."""
     waiting, running = list(enumerate(jobs, start=1)), dict[subprocess.Popen[bytes], Job]()
-    try:
+    with _sigterm_interrupts(), _ended_at_last(running):
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, job = waiting.pop(0)
@@ -40,8 +41,30 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, threads: int) -> None:
             time.sleep(_LOOK_SECONDS)
             for process in [each for each in running if each.poll() is not None]:
                 _finish(running.pop(process), process.returncode)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
     finally:
-        _end(list(running))
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _ended_at_last(running: Collection[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Asked to leave, a training saves first."""
+    try:
+        yield
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVE_SECONDS)
+            process.kill()
+            process.wait()
 
 
 def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
@@ -59,14 +82,3 @@ def _finish(job: Job, code: int) -> None:
         said = next((line for line in reversed(lines) if line.strip()), "nothing")
         raise RunFailed(f"{job.title}: ended with exit code {code}, and said: {said} ({job.log}); start again to go on")
     job.after()
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Asked to leave, a training saves first."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_LEAVE_SECONDS)
-        process.kill()
-        process.wait()

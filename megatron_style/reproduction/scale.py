@@ -67,7 +67,7 @@ _LENGTHS = (32, 64, 128, 256, 512, 768, 1024, 1536, 3072)
 _EPOCHS = (25, 50, 75, 100, 125, 150, 175, 200)
 
 _MINIATURE = Scale(
-    "miniature", shrink=32, lengths=(128, 3072), first_epochs=(50,), steps=20, steps_of_50_epochs=5,
+    "miniature", shrink=32, lengths=(128, 512, 3072), first_epochs=(50, 100), steps=20, steps_of_50_epochs=5,
     tokens_per_batch=192, evaluate_every=5, save_every=5, held_out_tokens=600, watched_tokens=300, short_tokens=96,
     windows=4, seeds=1, model=ModelSize(layers=2, hidden_size=32, heads=2, ffn_size=64), peak_rate=0.01,
 )  # fmt: skip
