@@ -95,6 +95,8 @@ def jobs_at_once(wanted: int | None, experiment: Experiment) -> int:
             f"--scale {experiment.scale.name}: needs {processes} GPUs, and there are none here; "
             f"--emit prints the commands for a machine that has them"
         )
+    if processes > 1 and wanted not in (None, 1):
+        raise UserError(f"--jobs {wanted}: runs of {processes} processes go one at a time; leave it out")
     return wanted or (1 if has_gpus else usable_cpus())
 
 
@@ -138,6 +140,8 @@ def emit(experiment: Experiment, specs: Sequence[RunSpec], args: argparse.Namesp
     if not source.is_ready and not experiment.scale.is_paper:
         raise UserError(f"--emit: {source.folder} must be prepared first: {shlex.join(source.prepare or ())}")
     write_record(experiment)
+    if source.is_ready and specs:
+        write_held_out(source, experiment.corpus, experiment.scale, experiment.output)  # the runs validate on it
     write_run_files(experiment, specs)
     commands = [] if source.is_ready else [source.prepare or ()]
     commands += [train_command(experiment.config(spec), experiment.scale.processes) for spec in specs]

@@ -133,4 +133,5 @@ def _sizes(size: ModelSize) -> dict[str, int]:
 
 
 def _cutoffs(vocab_size: int) -> list[int]:
-    return [max(1, vocab_size // 8), max(2, vocab_size // 2)]
+    """About the paper's proportions (20,000 and 60,000 of 267,744), for words and for pieces of words."""
+    return [max(1, vocab_size // 16), max(2, vocab_size // 4)]

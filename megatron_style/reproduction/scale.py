@@ -74,15 +74,15 @@ _MINIATURE = Scale(
 # About 0.9M tokens a run: what two cores train in 15 minutes a table, with two seeds.
 _TINY = Scale(
     "tiny", shrink=8, lengths=(64, 128, 512, 1024, 3072), first_epochs=(50, 100, 150), steps=600,
-    steps_of_50_epochs=150, tokens_per_batch=1536, evaluate_every=50, save_every=150, held_out_tokens=32_768,
+    steps_of_50_epochs=150, tokens_per_batch=1536, evaluate_every=50, save_every=150, held_out_tokens=24_576,
     watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
     model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),
 )  # fmt: skip
-# About 14M tokens a run, the whole grid of lengths.
+# About 7M tokens a run, the whole grid of lengths: a night a table on two cores.
 _SMALL = Scale(
-    "small", shrink=4, lengths=_LENGTHS, first_epochs=(50, 100, 150), steps=6000, steps_of_50_epochs=1500,
-    tokens_per_batch=2304, evaluate_every=250, save_every=500, held_out_tokens=131_072, watched_tokens=16_384,
-    short_tokens=1024, windows=16, seeds=3, model=ModelSize(layers=6, hidden_size=192, heads=6, ffn_size=768),
+    "small", shrink=4, lengths=_LENGTHS, first_epochs=(50, 100), steps=3200, steps_of_50_epochs=800,
+    tokens_per_batch=2304, evaluate_every=160, save_every=400, held_out_tokens=131_072, watched_tokens=16_384,
+    short_tokens=1024, windows=16, seeds=2, model=ModelSize(layers=6, hidden_size=192, heads=6, ffn_size=768),
     peak_rate=0.002,
 )  # fmt: skip
 _PAPER = Scale(

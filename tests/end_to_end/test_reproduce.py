@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_style.config.run import load_run
+from megatron_style.data.store import open_store
+from megatron_style.prepare import main as prepare
 from megatron_style.reproduce import main
 from tests.support.launch import ROOT
 from tests.support.tiny import content, expect_refusal, run_here
@@ -147,9 +150,7 @@ def _first_lines(output: Path, process: subprocess.Popen[str]) -> list[Path]:
     return found
 
 
-def test_emitted_commands_are_ordinary_and_nothing_is_run(
-    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emitted_commands_are_ordinary_and_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     done = run_here(main, "--table", 5, "--scale", "paper", "--emit", "--output", tmp_path / "out")
     prepare, *trainings = done.out.splitlines()
@@ -157,12 +158,23 @@ def test_emitted_commands_are_ordinary_and_nothing_is_run(
     assert len(trainings) == 4
     for line in trainings:
         assert "deepspeed --num_gpus 8 --module megatron_style.train" in line
-        assert Path(line.split()[-1]).is_file()
+        assert load_run(Path(line.split()[-1])).data.train == tmp_path / "out" / "corpus" / "train"
     assert {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()} == {"run.yaml", "reproduction.json"}
-    many = run_here(main, "--table", 5, "--scale", "paper", "--emit", "--json", "--output", tmp_path / "out")
-    assert json.loads(many.out)["commands"] == done.out.splitlines()
-    unprepared = run_here(main, "--table", 1, *MINIATURE, "--emit", "--corpus", texts, "--output", tmp_path / "new")
-    expect_refusal(unprepared, "--emit", "must be prepared first", "--train")
+    again = run_here(main, "--table", 5, "--scale", "paper", "--emit", "--json", "--output", tmp_path / "out")
+    assert json.loads(again.out)["commands"] == done.out.splitlines()
+
+
+def test_emitted_commands_find_their_text(tmp_path: Path, texts: Path) -> None:
+    files = [word for split in ("train", "valid", "test") for word in (f"--{split}", texts / f"{split}.txt")]
+    emit = ("--table", 4, *MINIATURE, "--emit", "--output", tmp_path / "out", "--corpus")
+    expect_refusal(run_here(main, *emit, texts), "--emit", "must be prepared first", "--train")
+    run_here(prepare, *files, "--output", tmp_path / "corpus", "--workers", 1)
+    done = run_here(main, *emit, tmp_path / "corpus")
+    for line in done.out.splitlines():
+        run = load_run(Path(line.split()[-1]))
+        assert len(open_store(run.data.train)) == 9900
+        assert len(open_store(run.data.valid)) == 600
+    assert not list((tmp_path / "out").rglob("metrics.jsonl"))
 
 
 def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts: Path) -> None:
