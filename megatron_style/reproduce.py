@@ -115,8 +115,6 @@ def prepare(experiment: Experiment) -> None:
             at_once=1,
             threads=usable_cpus(),
         )
-        check_record(experiment)
-        write_record(experiment)  # now its digest is known
     write_held_out(source, experiment.corpus, experiment.scale, output)
 
 
@@ -137,13 +135,14 @@ def work(
 def emit(experiment: Experiment, specs: Sequence[RunSpec], args: argparse.Namespace) -> None:
     """Every run whole: those that could begin with another's checkpoint give the same either way."""
     source = experiment.source
-    if not source.is_ready and not experiment.scale.is_paper:
+    specs = [spec for spec in specs if not experiment.is_finished(spec)]
+    if specs and not source.is_ready and not experiment.scale.is_paper:
         raise UserError(f"--emit: {source.folder} must be prepared first: {shlex.join(source.prepare or ())}")
     write_record(experiment)
     if source.is_ready and specs:
         write_held_out(source, experiment.corpus, experiment.scale, experiment.output)  # the runs validate on it
     write_run_files(experiment, specs)
-    commands = [] if source.is_ready else [source.prepare or ()]
+    commands = [source.prepare or ()] if specs and not source.is_ready else []
     commands += [train_command(experiment.config(spec), experiment.scale.processes) for spec in specs]
     if args.json:
         show({"commands": [shlex.join(command) for command in commands]}, as_json=True)

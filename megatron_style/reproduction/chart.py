@@ -16,7 +16,7 @@ def draw(presented: Presented, path: Path) -> None:
     """The two have axes of their own: it is their shapes that are compared."""
     table, labels = presented.table, [row.label for row in presented.table.rows]
     columns = [index for index in range(len(table.columns)) if any(cells[index][1] for cells in presented.cells)]
-    figure = Figure(figsize=(2 + 0.35 * len(labels), 1 + 2.6 * len(columns)), layout="constrained")
+    figure = Figure(figsize=(max(6, 2 + 0.35 * len(labels)), 2 + 2 * len(columns)), layout="constrained")
     panels = figure.subplots(len(columns), 1, sharex=True, squeeze=False)[:, 0]
     for axes, index in zip(panels, columns, strict=True):
         _draw_column(axes, presented, index)

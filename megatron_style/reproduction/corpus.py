@@ -16,18 +16,19 @@ from megatron_style.data.folder import whole_folder
 from megatron_style.data.store import TokenStoreWriter, open_store, store_files
 from megatron_style.data.text import file_digest
 from megatron_style.reproduction.measures import Split
-from megatron_style.reproduction.runs import Corpus, Text
+from megatron_style.reproduction.runs import PreparedText, Text
 from megatron_style.reproduction.scale import Scale
 
 
 @dataclass(frozen=True)
 class Source:
+    identity: str  # tells one corpus from another, before and after it is prepared
     folder: Path  # where the prepared corpus is, or will be
-    prepare: tuple[str, ...] | None  # the command that makes it; None: it was given prepared
+    prepare: tuple[str, ...] | None = None  # the command that makes it; None: it was given prepared
 
     @property
     def is_ready(self) -> bool:
-        return all(file.is_file() for split in ("train", "valid") for file in store_files(self.folder / split))
+        return _is_prepared(self.folder)
 
 
 def find_source(given: Path | None, scale: Scale, texts: Sequence[Text], output: Path) -> Source:
@@ -39,14 +40,19 @@ def find_source(given: Path | None, scale: Scale, texts: Sequence[Text], output:
                 "--corpus: missing; Toronto Books is not distributed any more: give the folder of a prepared copy"
             )
         name = "wikitext-103" if scale.is_paper else "sotu"
-        return Source(folder, _prepare("--corpus", name, "--output", str(folder)))
-    if Source(given, None).is_ready:
-        return Source(given, None)
+        return Source(name, folder, _prepare("--corpus", name, "--output", str(folder)))
+    if _is_prepared(given):
+        return Source(file_digest(store_files(given / "train")[0]), given)
     if not given.is_dir():
         raise UserError(f"--corpus {given}: no such folder; one with a prepared corpus or with text files is expected")
-    files = {split: _text_of(given, split) for split in SPLITS}
-    flags = [word for split, file in files.items() if file for word in (f"--{split}", str(file))]
-    return Source(folder, _prepare(*flags, "--output", str(folder)))
+    files = {split: file for split in SPLITS if (file := _text_of(given, split))}
+    flags = [word for split, file in files.items() for word in (f"--{split}", str(file))]
+    identity = " ".join(map(file_digest, files.values()))
+    return Source(identity, folder, _prepare(*flags, "--output", str(folder)))
+
+
+def _is_prepared(folder: Path) -> bool:
+    return all(file.is_file() for split in ("train", "valid") for file in store_files(folder / split))
 
 
 def _prepare(*flags: str) -> tuple[str, ...]:
@@ -61,13 +67,13 @@ def _text_of(folder: Path, split: str) -> Path | None:
     return found[0] if found else None
 
 
-def corpus_of(source: Source, scale: Scale, output: Path) -> Corpus:
+def corpus_of(source: Source, scale: Scale, output: Path) -> PreparedText:
     """Also of a corpus that is not prepared yet, which only the paper's scale can do with."""
     tokenizer = tokenizer_beside(source.folder / "train") if source.is_ready else None
     if source.is_ready and tokenizer is None:
         raise UserError(f"--corpus {source.folder}: has no dictionary beside its token store; prepare it with one")
     valid = held_out(source, scale, output, "valid")
-    return Corpus(source.folder / "train", valid, tokenizer.vocab_size if tokenizer else None)
+    return PreparedText(source.folder / "train", valid, tokenizer.vocab_size if tokenizer else None)
 
 
 def held_out(source: Source, scale: Scale, output: Path, split: Split) -> Path:
@@ -76,7 +82,7 @@ def held_out(source: Source, scale: Scale, output: Path, split: Split) -> Path:
     return (source.folder if is_whole else output / "held_out") / split
 
 
-def write_held_out(source: Source, corpus: Corpus, scale: Scale, output: Path) -> None:
+def write_held_out(source: Source, corpus: PreparedText, scale: Scale, output: Path) -> None:
     """Beginnings of the held-out splits as stores of their own, so that every protocol scores the same text."""
     if (output / "held_out").is_dir():
         return
@@ -93,10 +99,10 @@ def write_held_out(source: Source, corpus: Corpus, scale: Scale, output: Path) -
 
 
 def check_test_split(source: Source) -> None:
-    if source.is_ready and not store_files(source.folder / "test")[0].is_file():
-        raise UserError(f"--corpus {source.folder}: has no test split, which this table is measured on; prepare one")
-
-
-def digest_of(source: Source) -> str | None:
-    """None: not prepared yet."""
-    return file_digest(store_files(source.folder / "train")[0]) if source.is_ready else None
+    """Before anything is trained that could then not be scored."""
+    made_from_files = source.prepare is not None and "--train" in source.prepare
+    lacks_file = made_from_files and "--test" not in (source.prepare or ())
+    if lacks_file or (source.is_ready and not store_files(source.folder / "test")[0].is_file()):
+        raise UserError(
+            "--corpus: has no test split, which this table is measured on; add one, or choose another table"
+        )

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig
-from megatron_style.reproduction.corpus import Source, corpus_of, digest_of, held_out
+from megatron_style.reproduction.corpus import Source, corpus_of, held_out
 from megatron_style.reproduction.grid import Table
 from megatron_style.reproduction.measures import Evaluation
-from megatron_style.reproduction.runs import Corpus, RunSpec, run_config, run_name
+from megatron_style.reproduction.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.reproduction.scale import Scale
 from megatron_style.reproduction.tables import all_tables
 
@@ -35,7 +35,7 @@ class Experiment:
     seeds: int
 
     @cached_property
-    def corpus(self) -> Corpus:
+    def corpus(self) -> PreparedText:
         """To be looked at when it is prepared; at the paper's scale also before."""
         return corpus_of(self.source, self.scale, self.output)
 
@@ -69,7 +69,7 @@ class Experiment:
 
 def check_record(experiment: Experiment) -> None:
     """A folder of runs is of one scale and one corpus; figures of two cannot stand in one table."""
-    found, digest = _read_record(experiment.output / RECORD), digest_of(experiment.source)
+    found = _read_record(experiment.output / RECORD)
     if found is None:
         return
     if found["scale"] != experiment.scale.name:
@@ -77,22 +77,20 @@ def check_record(experiment: Experiment) -> None:
             f"--output {experiment.output}: holds runs at scale {found['scale']}, not {experiment.scale.name}; "
             f"name another folder, or use --scale {found['scale']}"
         )
-    if None not in (found["corpus"], digest) and found["corpus"] != digest:
+    if found["corpus"] != experiment.source.identity:
         raise UserError(
-            f"--output {experiment.output}: holds runs on another corpus than {experiment.source.folder}; "
-            f"name another folder, or give the corpus it was begun with"
+            f"--output {experiment.output}: holds runs on another corpus; "
+            f"name another folder, or give --corpus as it was begun with"
         )
 
 
 def write_record(experiment: Experiment) -> None:
-    path = experiment.output / RECORD
-    found, digest = _read_record(path), digest_of(experiment.source)
-    record = {"scale": experiment.scale.name, "corpus": digest or (found["corpus"] if found else None)}
+    record = {"scale": experiment.scale.name, "corpus": experiment.source.identity}
     experiment.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (experiment.output / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
-def _read_record(path: Path) -> dict[str, str | None] | None:
+def _read_record(path: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:

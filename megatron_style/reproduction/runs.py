@@ -40,7 +40,7 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class PreparedText:
     """A prepared corpus as the runs read it."""
 
     train: Path  # prefixes of token stores
@@ -57,7 +57,7 @@ def run_name(spec: RunSpec, scale: Scale) -> str:
     return f"{spec.model}-{parts}-seed{spec.seed}-{digest}"
 
 
-def run_config(spec: RunSpec, scale: Scale, corpus: Corpus, folder: Path) -> RunConfig:
+def run_config(spec: RunSpec, scale: Scale, corpus: PreparedText, folder: Path) -> RunConfig:
     """The paper's run file of this model, with what the scale changes."""
     data = _recipe(spec, scale)
     data["data"] |= {"train": str(corpus.train), "valid": str(corpus.valid)}

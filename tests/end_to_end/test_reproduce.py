@@ -169,8 +169,9 @@ def test_emitted_commands_find_their_text(tmp_path: Path, texts: Path) -> None:
     emit = ("--table", 4, *MINIATURE, "--emit", "--output", tmp_path / "out", "--corpus")
     expect_refusal(run_here(main, *emit, texts), "--emit", "must be prepared first", "--train")
     run_here(prepare, *files, "--output", tmp_path / "corpus", "--workers", 1)
-    done = run_here(main, *emit, tmp_path / "corpus")
-    for line in done.out.splitlines():
+    lines = run_here(main, *emit, tmp_path / "corpus").out.splitlines()
+    assert len(lines) == 2
+    for line in lines:
         run = load_run(Path(line.split()[-1]))
         assert len(open_store(run.data.train)) == 9900
         assert len(open_store(run.data.valid)) == 600
@@ -180,8 +181,13 @@ def test_emitted_commands_find_their_text(tmp_path: Path, texts: Path) -> None:
 def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "untested").mkdir()
+    for name in ("train.txt", "valid.txt"):
+        (tmp_path / "untested" / name).write_text("some words\n")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "reproduction.json").write_text('{"scale": "small", "corpus": null}')
+    (tmp_path / "other" / "reproduction.json").write_text('{"scale": "small", "corpus": "sotu"}')
+    (tmp_path / "sotu").mkdir()
+    (tmp_path / "sotu" / "reproduction.json").write_text('{"scale": "tiny", "corpus": "sotu"}')
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "reproduction.json").write_text("{")
     before = content(tmp_path)
@@ -194,7 +200,9 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts
         (("--table", 1, "--output", tmp_path / "file"), "is a file"),
         (("--table", 1, "--corpus", tmp_path / "no", *new), "no such folder"),
         (("--table", 1, "--corpus", tmp_path / "empty", *new), "no file with `train`"),
+        (("--table", 5, "--corpus", tmp_path / "untested", *new), "no test split"),
         (("--table", 1, "--output", tmp_path / "other"), "at scale small, not tiny", "--scale small"),
+        (("--table", 1, "--corpus", texts, "--output", tmp_path / "sotu"), "on another corpus", "--corpus"),
         (("--table", 1, "--output", tmp_path / "torn"), "not the record of an experiment"),
         (("--table", 1, "--scale", "paper", *new), "needs 8 GPUs", "--emit"),
         (("--table", 11, "--scale", "paper", *new), "--corpus: missing", "Toronto Books"),

@@ -10,7 +10,7 @@ import pytest
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.reproduction.memory import PlannedStage
 from megatron_style.reproduction.paper import FILE, paper_table
-from megatron_style.reproduction.runs import ROOT, Corpus, RunSpec, run_config, run_name
+from megatron_style.reproduction.runs import ROOT, PreparedText, RunSpec, run_config, run_name
 from megatron_style.reproduction.scale import SCALES, Scale
 from megatron_style.reproduction.subjects import (
     BASELINE,
@@ -24,7 +24,7 @@ from megatron_style.reproduction.subjects import (
 from megatron_style.reproduction.tables import all_tables, table
 
 FIGURES = ROOT.parent / "shared" / "paper" / "tables.json"
-CORPUS = Corpus(Path("data/train"), Path("data/valid"), vocab_size=8192)
+CORPUS = PreparedText(Path("data/train"), Path("data/valid"), vocab_size=8192)
 # As the paper has them: rows of each table, and of these the ones of other people's models.
 ROWS = {1: 8, 2: 57, 3: 11, 4: 5, 5: 10, 6: 56, 7: 56, 8: 56, 9: 5, 10: 6, 11: 8, 12: 4}
 OF_OTHERS = {5: 5, 11: 2}
