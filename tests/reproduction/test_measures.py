@@ -56,11 +56,20 @@ def test_times_and_speeds() -> None:
 
 @pytest.mark.parametrize(("per_word", "expected"), [(None, 7.0), (30.0, 30.0)])
 def test_perplexity_is_per_word(per_word: float | None, expected: float) -> None:
-    said = {"perplexity": 7.0, "perplexity_per_word": per_word, "loss_nats": 2.0, "tokens_per_second": 9.0}
+    said = {"mode": "cached", "perplexity": 7.0, "perplexity_per_word": per_word, "loss_nats": 2.0}
+    said["tokens_per_second"] = 9.0
     run = RunResult(BASELINE.history, {EVALUATION: said})
     assert Evaluated("perplexity", EVALUATION).read(run, None) == expected
     assert Evaluated("loss", EVALUATION).read(run, None) == 2.0
     assert Evaluated("speed", EVALUATION).read(run, None) == 9.0
+
+
+@pytest.mark.parametrize(("tokens", "speed"), [(100, 91.0), (10, 10.0), (5, 20.0)])
+def test_the_first_of_sliding_windows_does_not_make_them_fast(tokens: int, speed: float) -> None:
+    """At 100 tokens a second 91 windows of 10 tokens take 1 s where there are 100 tokens, and one takes 0.1 s of 10."""
+    said = {"mode": "sliding", "tokens": tokens, "segment_length": 10, "stride": 1, "tokens_per_second": 100.0}
+    run = RunResult(BASELINE.history, {EVALUATION: said})
+    assert Evaluated("speed", EVALUATION).read(run, None) == pytest.approx(speed)
 
 
 def test_kept_records_are_thin_and_have_the_totals(tmp_path: Path) -> None:
