@@ -15,6 +15,7 @@ LAYERS = [
     "data",
     "planning",
     "reporting",
+    "reproduction",
     "parallel",
     "model",
     "inference",

@@ -1,0 +1,123 @@
+"""What is measured of a run: each measure says which evaluations it needs, and reads its number from the results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from megatron_style.reporting.comparison import final, loss_of, match
+from megatron_style.reporting.history import RunHistory
+
+Split = Literal["valid", "test", "short"]  # short: the beginning of valid
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One call of `evaluate` on the trained model, at the length it was trained with last."""
+
+    mode: Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
+    split: Split = "valid"
+    stride: int | None = None  # the paper's
+
+    @property
+    def name(self) -> str:
+        return f"{self.split}-{self.mode}" + (f"-S{self.stride}" if self.stride else "")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    history: RunHistory
+    evaluations: Mapping[Evaluation, Mapping[str, Any]]  # as `evaluate --json` gave them
+
+
+class Measure(Protocol):
+    """Measures are compared and looked up: equal ones measure the same."""
+
+    @property
+    def needs(self) -> tuple[Evaluation, ...]: ...
+
+    def read(self, run: RunResult, baseline: RunResult | None) -> float | None:
+        """None: it cannot be told. `baseline` is the table's, with the same seed."""
+
+
+Figure = Literal["perplexity", "loss", "speed"]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Perplexity (per word, whatever the tokens are), loss (nats a token) or speed (tokens a second)."""
+
+    figure: Figure
+    evaluation: Evaluation
+
+    @property
+    def needs(self) -> tuple[Evaluation, ...]:
+        return (self.evaluation,)
+
+    def read(self, run: RunResult, baseline: RunResult | None) -> float | None:  # noqa: ARG002
+        found = run.evaluations[self.evaluation]
+        if self.figure == "speed":
+            return _speed(found)
+        if self.figure == "loss":
+            return float(found["loss_nats"])
+        per_word = found["perplexity_per_word"]
+        return float(found["perplexity"] if per_word is None else per_word)
+
+
+@dataclass(frozen=True)
+class TrainSpeed:
+    """Tokens a second over all stages, without validations and checkpoints."""
+
+    needs: tuple[Evaluation, ...] = ()
+
+    def read(self, run: RunResult, baseline: RunResult | None) -> float | None:  # noqa: ARG002
+        end = run.history.end
+        return end.tokens / end.seconds if end.tokens and end.seconds else None
+
+
+@dataclass(frozen=True)
+class TotalTime:
+    """Training time as a share of the baseline's."""
+
+    needs: tuple[Evaluation, ...] = ()
+
+    def read(self, run: RunResult, baseline: RunResult | None) -> float | None:
+        mine, theirs = run.history.end.seconds, baseline.history.end.seconds if baseline else None
+        return mine / theirs if mine and theirs else None
+
+
+@dataclass(frozen=True)
+class ToMatch:
+    """Time or tokens until the validations of the last stage are as good as the baseline's last, as a share of all the
+    baseline took. Infinite: they never were."""
+
+    what: Literal["seconds", "tokens"]
+    needs: tuple[Evaluation, ...] = ()
+
+    def read(self, run: RunResult, baseline: RunResult | None) -> float | None:
+        last = final(baseline.history) if baseline else None
+        if baseline is None or last is None:
+            return None
+        reached = match(_in_last_stage(run.history), loss_of(last))
+        if reached is None:
+            return math.inf
+        mine, theirs = getattr(reached, self.what), getattr(baseline.history.end, self.what)
+        return mine / theirs if mine and theirs else None
+
+
+def _speed(found: Mapping[str, Any]) -> float:
+    """The first of sliding windows counts all its tokens, at the price of one: on a short text it would be most of
+    them. The speed is that of the windows behind it, which count a stride each."""
+    speed = float(found["tokens_per_second"])
+    if found["mode"] != "sliding":
+        return speed
+    behind = max(0, int(found["tokens"]) - int(found["segment_length"]))
+    return speed * (behind + int(found["stride"])) / int(found["tokens"])
+
+
+def _in_last_stage(run: RunHistory) -> RunHistory:
+    """A run that began with another's first stage has no validations of its own before."""
+    first = run.stages[-1].before.step if run.stages else 0
+    return replace(run, held_out=tuple(valid for valid in run.held_out if valid.at.step >= first))
