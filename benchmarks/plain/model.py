@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.positions import sinusoids
 
-LONGEST = 7000  # positions
+LONGEST = 7000  # positions: the paper's code gathers so many for every row, whatever the segment
 
 
 class PlainAttention(nn.Module):
@@ -99,8 +99,9 @@ class PlainModel(nn.Module):
         B, T = ids.shape
         x = self.vocabulary.embed(ids) * self.config.hidden_size**0.5
         infused = self.config.positions == "infused"
-        places = torch.arange(caches[0].shape[1] + T if infused else T).expand(B, -1)
-        positions = self.table.index_select(0, places.reshape(-1)).view(*places.shape, -1)
+        S = caches[0].shape[1] + T if infused else T
+        places = torch.arange(LONGEST if infused else S).expand(B, -1)  # for every row, and as many as there may be
+        positions = self.table.index_select(0, places.reshape(-1)).view(*places.shape, -1)[:, :S]
         if not infused:
             x = x + positions
         seen = []

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_style.model.block import Block
+from megatron_style.model.kernels import causal_mask
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.layers import RowParallelLinear
@@ -173,8 +174,3 @@ def _product(x_BTD: Tensor, weight: Tensor) -> Tensor:
     x_DN = x_BTD.flatten(0, 1).T
     out = torch.bmm(weight.view(parts, -1, len(x_DN)), x_DN.expand(parts, -1, -1))
     return out.flatten(0, 1).T.contiguous().view(*x_BTD.shape[:2], len(weight))
-
-
-def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """All earlier tokens are visible; of the last T each sees itself and those before it."""
-    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)

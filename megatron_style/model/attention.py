@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.kernels import attend, attend_with_cache
+from megatron_style.model.kernels import attend
 from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import uniform, xavier, zeros
@@ -31,19 +31,18 @@ class Attention(nn.Module):
         """With `pos_SD` positions are infused: into queries and keys, never into values, or the cache could not be
         reused at other positions."""
         C = cached_BCD.shape[1]
-        placed_BTD = x_BTD if pos_SD is None else x_BTD + pos_SD[C:]
-        queries, inside = self._heads(self.query(placed_BTD)), self._keys_and_values(placed_BTD, x_BTD)
+        placed_BTD, placed_BCD = x_BTD, cached_BCD
+        if pos_SD is not None:
+            placed_BTD, placed_BCD = x_BTD + pos_SD[C:], cached_BCD + pos_SD[:C]
+        queries = self._heads(self.query(placed_BTD))
+        # The cache goes apart from the segment: no gradient has to find its way back to it. And it goes second, or
+        # ZeRO 3, which lets a weight go when the segment's gradient is there, would have to bring it together again.
+        keys, cached_keys = map(self._heads, self.key(placed_BTD, placed_BCD))
+        values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
         dropout = self.dropout if noise is not None else 0.0
-        if C == 0:
-            mixed_BHTE = attend(queries, *inside, dropout)
-        else:  # projected apart from the segment: no gradient has to find its way back to the cache
-            placed_BCD = cached_BCD if pos_SD is None else cached_BCD + pos_SD[:C]
-            mixed_BHTE = attend_with_cache(queries, self._keys_and_values(placed_BCD, cached_BCD), inside, dropout)
+        mixed_BHTE = attend(queries, (cached_keys, cached_values), (keys, values), dropout=dropout)
         out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
         return out
 
-    def _keys_and_values(self, placed: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        return self._heads(self.key(placed)), self._heads(self.value(seen))
-
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
+        return x.view(*x.shape[:2], x.shape[2] // self.head_size, self.head_size).transpose(1, 2)

@@ -17,21 +17,22 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend(q_BHTE: Tensor, keys: Tensor, values: Tensor, dropout: float) -> Tensor:
-    """Within the segment only."""
-    return F.scaled_dot_product_attention(q_BHTE, keys, values, is_causal=True, dropout_p=dropout)
-
-
-def attend_with_cache(
-    q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], dropout: float
-) -> Tensor:
+def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], *, dropout: float) -> Tensor:
     """`cached` and `inside` are keys and values. The kernels of a GPU know this mask by its name; torch's CPU kernel
     does not, and cannot drop anything."""
-    if q_BHTE.device.type == "cpu" and dropout == 0:
+    T, C, on_cpu = q_BHTE.shape[2], cached[0].shape[2], q_BHTE.device.type == "cpu"
+    if C == 0:
+        return F.scaled_dot_product_attention(q_BHTE, *inside, is_causal=True, dropout_p=dropout)
+    if on_cpu and dropout == 0:
         return _TwoParts.apply(q_BHTE, *cached, *inside)  # type: ignore[no-untyped-call, no-any-return]
     keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
-    mask = causal_lower_right(q_BHTE.shape[2], keys.shape[2])
+    mask = causal_mask(T, C + T, q_BHTE.device) if on_cpu else causal_lower_right(T, C + T)
     return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=mask, dropout_p=dropout)
+
+
+def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
+    """All earlier tokens are visible; of the last T each sees itself and those before it."""
+    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
 class _TwoParts(torch.autograd.Function):

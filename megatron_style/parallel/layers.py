@@ -20,8 +20,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight = parameter(Layout((out_features, in_features), 0, weight), axis)
         self.bias = parameter(Layout((out_features,), 0, bias), axis)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(copy_to_shards(x, self.axis), self.weight, self.bias)
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Of each input, if there are several: ZeRO 3 brings the weight together for one call."""
+        outputs = tuple(F.linear(copy_to_shards(x, self.axis), self.weight, self.bias) for x in inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class RowParallelLinear(nn.Module):

@@ -57,23 +57,20 @@ def activations(setup: Setup, stage: Stage) -> ActivationBytes:
     blocks = work.model.layers * (stream if work.setup.recompute else kept_by_block)
     embedding, bands = _kept_by_embedding(work), tuple(_kept_by_bands(work))
     scored = stream * (1 + _drops_in_loss(work))  # what is scored, and its mask
-    in_loss = max(
-        sum(bands[: i + 1]) + scores * work.setup.kernels.bytes_needed_per_score
-        for i, scores in enumerate(_scores(work))
-    )
+    needed = work.setup.kernels.bytes_needed_per_score + work.element_bytes % _FLOAT  # a copy in half precision
+    in_loss = max(sum(bands[: i + 1]) + scores * needed for i, scores in enumerate(_scores(work)))
     in_block = _needed_by_block(work) + (kept_by_block - stream if work.setup.recompute else 0)
     peak = blocks + embedding + max(scored + in_loss, in_block, _seen_until_the_end(work))
     return ActivationBytes(blocks, embedding + scored + sum(bands), peak)
 
 
 def _kept_by_block(work: _Work) -> float:
-    infused, cached = work.model.positions == "infused", work.stage.cache_length > 0
+    infused = work.model.positions == "infused"
     in_cache = work.stage.cache_length == work.stage.segment_length  # then the next cache holds the normed input
     N, M = work.tokens, work.keys
     vectors = 3 * N  # the block's input, and the feed-forward half's before and behind its norm
-    vectors += 0 if in_cache or (cached and infused) else N  # the block's input behind its norm
-    vectors += M if cached else 0  # cache and segment, joined
-    vectors += N + M if infused else 0  # with positions: for queries and for keys
+    vectors += 0 if in_cache else N  # the block's input behind its norm
+    vectors += M if infused else 0  # cache and segment with positions
     vectors += 2 * N if work.model.dropout.hidden else 0  # masks
     norms = 2 * 2 * N * _FLOAT
     return vectors * work.model.hidden_size * work.element_bytes + norms + _kept_by_attention(work) + _kept_by_ffn(work)
@@ -89,10 +86,9 @@ def _kept_by_ffn(work: _Work) -> float:
 def _kept_by_attention(work: _Work) -> float:
     D, queries = work.model.hidden_size / work.setup.tensor, work.tokens * work.model.heads / work.setup.tensor
     inputs, mixed = (work.tokens + 2 * work.keys) * D, work.tokens * D * work.element_bytes
-    L, S = work.stage.segment_length, work.stage.segment_length + work.stage.cache_length
+    S = work.stage.segment_length + work.stage.cache_length
     if work.setup.kernels.fused_attention:
-        mask = L * S * work.element_bytes if work.stage.cache_length else 0
-        return inputs * work.element_bytes + mixed + queries * _FLOAT + mask  # one sum a query
+        return inputs * work.element_bytes + mixed + queries * _FLOAT  # one sum a query
     # torch's plain kernel computes in full precision.
     dropped = _FLOAT + _mask_bytes(work, _FLOAT) if work.model.dropout.attention else 0
     return inputs * _FLOAT + mixed + queries * S * (_FLOAT + dropped)

@@ -44,9 +44,8 @@ def plan_traffic(setup: Setup, stage: Stage) -> Traffic:
 def _tensor_bytes(setup: Setup, stage: Stage) -> float:
     """Of the partial sums of one micro-batch."""
     tokens = stage.micro_rows * stage.segment_length
-    keys = stage.micro_rows * (stage.segment_length + stage.cache_length)
     forward = 2 * tokens  # behind attention and feed-forward; the second is not needed when a block is computed again
-    backward = 2 * tokens + 2 * keys  # before queries, keys, values and feed-forward
+    backward = 4 * tokens  # before queries, keys, values and feed-forward; none of the cache
     rows = setup.model.layers * (forward + backward + (tokens if setup.recompute else 0))
     hidden = setup.model.hidden_size * setup.sharding.element_bytes
     return (rows + 2 * tokens) * hidden + _vocabulary_bytes(setup, tokens)  # and behind the embedding, before the head

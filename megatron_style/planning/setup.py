@@ -19,7 +19,7 @@ class Kernels:
     fused_attention: bool = True  # never holds the matrix of tokens x tokens; CPUs have it only without dropout
     byte_masks: bool = True  # torch's own dropout keeps a byte an element; on CPUs as much as the element has
     bytes_kept_per_score: int = _FLOAT  # logits are in full precision, whatever the weights are in
-    bytes_needed_per_score: int = 4 * _FLOAT  # while the gradients of their sum and of the one picked are added up
+    bytes_needed_per_score: int = 0  # beside: their gradient is made in the same memory
 
 
 ON_GPU = Kernels()

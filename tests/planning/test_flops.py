@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_style.config.model import ModelConfig
@@ -21,6 +20,22 @@ VOCAB_SIZE, ROWS = 211, 3
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [40, 100], "factor": 2}
 
 
+def _two_products(q: Any, k: Any, *_: Any, **__: Any) -> int:
+    """Scores, and the mixed values. Shapes are rows, heads, tokens, head size."""
+    return 2 * 2 * q[0] * q[1] * q[2] * k[2] * q[3]
+
+
+def _four_products(_: Any, q: Any, k: Any, *__: Any, **___: Any) -> int:
+    """The scores, which the kernel makes anew, are not the model's work."""
+    return 2 * _two_products(q, k)
+
+
+CPU_KERNELS = {  # which the counter does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _two_products,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _four_products,
+}
+
+
 def model_config(**changes: Any) -> ModelConfig:
     sizes = {"layers": 2, "hidden_size": 32, "heads": 4, "ffn_size": 96, "vocabulary": ADAPTIVE}
     return ModelConfig.parse(sizes | changes, source="model")
@@ -30,8 +45,7 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
     model = Shortformer(config, VOCAB_SIZE)
     initialise(model, 1, Axis())
     layers = tuple(torch.randn(len(ids), cache_length, config.hidden_size) for _ in range(config.layers))
-    # The plain kernel makes its products one by one, where the counter sees them.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter:
         nll, _ = model(ids, ids.flip(0), SegmentCache(layers, cache_length))
         nll.sum().backward()
     return counter.get_total_flops() / ids.numel()

@@ -138,7 +138,7 @@ def preflight_in_little_memory(run: RunConfig) -> None:
     with distributed_session(tensor=1) as topology:
         trainer = Trainer(run, topology)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + 200 * 2**20
+        limit = pages * resource.getpagesize() + 20 * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         with pytest.raises(
             UserError, match=r"stage 2: .* does not fit into memory; set stages.1.micro_rows to 1 or less"

@@ -1,0 +1,108 @@
+"""How long people wait: for help, for the first step of a launch, for a prepared corpus; and what the trainer itself takes.
+
+    python -m benchmarks.commands [--megabytes 60]
+
+Seconds of this machine, beside what is asked for; the overhead is a share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trainers import VOCAB_SIZES, Setting, write_text
+from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.train import train
+
+
+def seconds_of(*words: object, until: str | None = None) -> float:
+    """Until the command ends, or says something on standard error."""
+    begin = time.perf_counter()
+    with subprocess.Popen(
+        list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        told = next((line for line in process.stderr if until and until in line), None)
+        taken = time.perf_counter() - begin
+        if told:
+            process.terminate()
+    assert until is None or told, f"never said {until!r}"
+    return taken
+
+
+def help_seconds() -> float:
+    return min(seconds_of(sys.executable, "-m", "megatron_style.train", "--help") for _ in range(3))
+
+
+def first_step_seconds(folder: Path) -> float:
+    """Of the quickstart's model on two ranks."""
+    prepare = (sys.executable, "-m", "megatron_style.prepare", "--corpus", "sotu", "--output", folder / "sotu")
+    seconds_of(*prepare)
+    settings = {"data.train": folder / "sotu/train", "data.valid": folder / "sotu/valid", "output.log_every": 1,
+                "output.path": folder / "first"}  # fmt: skip
+    flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    launcher = (
+        Path(sys.executable).with_name("deepspeed"),
+        "--num_accelerators",
+        2,
+        "--module",
+        "megatron_style.train",
+    )
+    return seconds_of(*launcher, "run_configs/quickstart.yaml", *flags, until="step 1/")
+
+
+def prepare_rate(folder: Path, megabytes: int) -> float:
+    """MB/s of words, over the whole command."""
+    text = folder / "text"
+    words = "the of and to in a was he that it his her with as had for she not at but be on they have him which said"
+    line = " ".join(f"{word} w{number % 5000}" for number, word in enumerate(words.split() * 8)) + "\n"
+    text.write_text(line * (megabytes * 10**6 // len(line)))
+    flags = ("--train", text, "--valid", text, "--tokenizer", "words", "--output", folder / "words")
+    return 2 * text.stat().st_size / 1e6 / seconds_of(sys.executable, "-m", "megatron_style.prepare", *flags)
+
+
+def overhead(folder: Path) -> float:
+    """The share of a run's own loop that is not forward, backward or update: plans, reading, journal, heartbeat."""
+    spent: list[tuple[float, float]] = []
+    for name in ("forward", "accumulate", "update"):
+        setattr(TrainingEngine, name, timed(getattr(TrainingEngine, name), spent))
+    setting = Setting("medium", 128, cached=True)
+    run = setting.run(folder, stages=[{"segment_length": 128, "steps": 8}])
+    train(run)
+    loop = spent[-24:]  # 8 steps; what comes before is the preflight
+    return 1 - sum(end - begin for begin, end in loop) / (loop[-1][1] - loop[0][0])
+
+
+def timed(verb: Callable[..., Any], spent: list[tuple[float, float]]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = verb(*args, **kwargs)
+        spent.append((begin, time.perf_counter()))
+        return result
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=60)
+    args = parser.parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        print(f"train --help: {help_seconds():.2f} s, asked: below 1")
+        print(f"first step after the launch: {first_step_seconds(folder):.1f} s, asked: at most 20")
+        print(f"prepare, words: {prepare_rate(folder, args.megabytes):.1f} MB/s, asked: at least 15")
+        write_text(folder, VOCAB_SIZES["medium"])
+        print(f"overhead of the loop: {overhead(folder):.2%}, asked: below 3%")
+
+
+if __name__ == "__main__":
+    main()
