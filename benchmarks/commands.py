@@ -1,4 +1,4 @@
-"""How long people wait: for help, for the first step of a launch, for a prepared corpus; and what the trainer itself takes.
+"""How long people wait: for help, for the first step, for a prepared corpus; and what the trainer itself takes.
 
     python -m benchmarks.commands [--megabytes 60]
 

@@ -5,9 +5,12 @@ deepspeed --module megatron_style.train run_configs/quickstart.yaml
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
+
+from megatron_style.config.train_arguments import parse_train_arguments
+
+if __name__ == "__main__":
+    ARGUMENTS = parse_train_arguments()  # first: what follows takes seconds, and a wrong flag should not
 
 import torch
 
@@ -15,7 +18,7 @@ from megatron_style.checkpoint.model_folder import write_whole
 from megatron_style.checkpoint.source import ModelSource
 from megatron_style.checkpoint.start import Progress
 from megatron_style.checkpoint.store import CheckpointStore
-from megatron_style.config.command import command_parser, run_command
+from megatron_style.config.command import run_command
 from megatron_style.config.errors import Stopped
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
@@ -135,21 +138,5 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def main() -> None:
-    parser = command_parser(
-        "train",
-        "Train a Shortformer through all its stages, on one process or under any launcher. "
-        "A run that was interrupted goes on from its last checkpoint.",
-        "deepspeed --module megatron_style.train run_configs/quickstart.yaml --set output.path=runs/first",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
-    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="in place of the run file's `deepspeed`")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
-    args = parser.parse_args()
-    settings = args.settings + ([f"deepspeed={args.deepspeed_config}"] if args.deepspeed_config else [])
-    train(load_run(args.run, settings))
-
-
 if __name__ == "__main__":
-    run_command(main)
+    run_command(lambda: train(load_run(*ARGUMENTS)))

@@ -27,6 +27,7 @@ from megatron_style.config.command import (
 )
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import load_run, seconds_of
+from megatron_style.config.train_arguments import add_run_arguments, settings_of
 from megatron_style.runtime.cluster import Hosts, Ssh, answering, divisible, signal_ranks, ssh
 from megatron_style.runtime.hosts import read_hostfile
 from megatron_style.runtime.lock import FolderLock
@@ -242,13 +243,11 @@ def main() -> None:
     parser.add_argument("--retries", type=int, default=5, metavar="N", help="so many in a row without a new checkpoint")
     parser.add_argument("--pause", type=_duration, default=5.0, metavar="5s", help="before a retry; doubles each time")
     parser.add_argument("--stall", type=_duration, default=1800.0, metavar="30m", help="so long without a new step")
-    parser.add_argument("run", type=Path, metavar="RUN.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
-    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="in place of the run file's `deepspeed`")
+    add_run_arguments(parser)
     args = parser.parse_args()
     if args.hostfile and args.processes:
         raise UserError("--processes is for this machine only; a hostfile says how many with `slots=N`")
-    settings = args.settings + ([f"deepspeed={args.deepspeed_config}"] if args.deepspeed_config else [])
+    settings = settings_of(args)
     order = Order(
         run=load_run(args.run, settings),
         arguments=(str(args.run), *(word for setting in settings for word in ("--set", setting))),

@@ -1,0 +1,33 @@
+"""The flags of `train`. They are read before torch and DeepSpeed, which take seconds to import."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_style.config.command import command_parser
+
+
+def parse_train_arguments() -> tuple[Path, list[str]]:
+    """The run file, and what is set differently."""
+    parser = command_parser(
+        "train",
+        "Train a Shortformer through all its stages, on one process or under any launcher. "
+        "A run that was interrupted goes on from its last checkpoint.",
+        "deepspeed --module megatron_style.train run_configs/quickstart.yaml --set output.path=runs/first",
+    )
+    add_run_arguments(parser)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
+    args = parser.parse_args()
+    return args.run, settings_of(args)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
+    parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="in place of the run file's `deepspeed`")
+
+
+def settings_of(args: argparse.Namespace) -> list[str]:
+    settings: list[str] = args.settings
+    return settings + ([f"deepspeed={args.deepspeed_config}"] if args.deepspeed_config else [])
