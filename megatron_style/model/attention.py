@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.kernels import attend
+from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import uniform, xavier, zeros
@@ -20,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         D = config.hidden_size
         self.head_size = D // config.heads
-        self.dropout = config.dropout.attention
+        self.axis, self.dropout = axis, config.dropout.attention
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": uniform(D**-0.5)}
         self.query = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
         self.key = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
@@ -30,7 +31,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None, noise: Noise | None) -> Tensor:
         """With `pos_SD` positions are infused: into queries and keys, never into values, or the cache could not be
         reused at other positions."""
-        C = cached_BCD.shape[1]
+        C, x_BTD = cached_BCD.shape[1], copy_to_shards(x_BTD, self.axis)
         placed_BTD, placed_BCD = x_BTD, cached_BCD
         if pos_SD is not None:
             placed_BTD, placed_BCD = x_BTD + pos_SD[C:], cached_BCD + pos_SD[:C]

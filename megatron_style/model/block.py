@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.attention import Attention
+from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
 from megatron_style.parallel.sharding import uniform
@@ -17,7 +18,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
         D, ffn = config.hidden_size, config.ffn_size
-        self.rates = config.dropout
+        self.axis, self.rates = axis, config.dropout
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
         self.attention = Attention(config, axis)
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
@@ -29,6 +30,8 @@ class Block(nn.Module):
         seen = self.attention_norm(x)
         mixed = self.attention(seen, cached, pos, noise)
         x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
-        inner = sharded_dropout(F.relu(self.up(self.ffn_norm(x))), self.rates.activation, noise)
+        inner = sharded_dropout(
+            F.relu(self.up(copy_to_shards(self.ffn_norm(x), self.axis))), self.rates.activation, noise
+        )
         x = x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn"))
         return x, seen

@@ -12,17 +12,18 @@ from megatron_style.parallel.topology import Axis
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the output features split: each rank computes its own columns of y."""
+    """y = x W^T + b with the output features split: each rank computes its own columns of y.
+
+    Its input has been through `copy_to_shards`, once for all layers that read it: one all-reduce on the way back."""
 
     def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
         super().__init__()
-        self.axis = axis
         self.weight = parameter(Layout((out_features, in_features), 0, weight), axis)
         self.bias = parameter(Layout((out_features,), 0, bias), axis)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Of each input, if there are several: ZeRO 3 brings the weight together for one call."""
-        outputs = tuple(F.linear(copy_to_shards(x, self.axis), self.weight, self.bias) for x in inputs)
+        outputs = tuple(F.linear(x, self.weight, self.bias) for x in inputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
 

@@ -37,7 +37,7 @@ def plan_traffic(setup: Setup, stage: Stage) -> Traffic:
         weights=gathers * whole * around,
         tensor=2 * (setup.tensor - 1) / setup.tensor * reduced,
         data_messages=(reductions * buckets + gathers) if setup.data > 1 else 0,
-        tensor_messages=micros * setup.model.layers * (7 if setup.recompute else 6) if setup.tensor > 1 else 0,
+        tensor_messages=micros * setup.model.layers * (5 if setup.recompute else 4) if setup.tensor > 1 else 0,
     )
 
 
@@ -45,7 +45,7 @@ def _tensor_bytes(setup: Setup, stage: Stage) -> float:
     """Of the partial sums of one micro-batch."""
     tokens = stage.micro_rows * stage.segment_length
     forward = 2 * tokens  # behind attention and feed-forward; the second is not needed when a block is computed again
-    backward = 4 * tokens  # before queries, keys, values and feed-forward; none of the cache
+    backward = 2 * tokens  # before attention and feed-forward; none of the cache
     rows = setup.model.layers * (forward + backward + (tokens if setup.recompute else 0))
     hidden = setup.model.hidden_size * setup.sharding.element_bytes
     return (rows + 2 * tokens) * hidden + _vocabulary_bytes(setup, tokens)  # and behind the embedding, before the head
