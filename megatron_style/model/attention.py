@@ -36,8 +36,7 @@ class Attention(nn.Module):
         if pos_SD is not None:
             placed_BTD, placed_BCD = x_BTD + pos_SD[C:], cached_BCD + pos_SD[:C]
         queries = self._heads(self.query(placed_BTD))
-        # The cache goes apart from the segment: no gradient has to find its way back to it. And it goes second, or
-        # ZeRO 3, which lets a weight go when the segment's gradient is there, would have to bring it together again.
+        # The cache goes apart from the segment: no gradient has to find its way back to it.
         keys, cached_keys = map(self._heads, self.key(placed_BTD, placed_BCD))
         values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
         dropout = self.dropout if noise is not None else 0.0
