@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.checkpoint.test_resume import expect_bitwise, make_run, metrics, on_r
 from tests.cluster.hosts import Cluster
 from tests.support.training import write_corpus
 
-STEPS = 200
+STEPS = 400
 SUPERVISE = ("launch/supervise.sh", "--pause", "2s", "--retries", "6", "--hostfile")
 
 
@@ -86,7 +87,9 @@ def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Clus
     steps = metrics(run)
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     batch = run.data.tokens_per_batch
-    assert {steps[0]["tokens"], steps[-1]["tokens"] - steps[-2]["tokens"]} == {2 * batch, batch}
+    sizes = [after["tokens"] - before["tokens"] for before, after in pairwise(steps)]
+    assert max(sizes[:20]) == 2 * batch, "two ranks"
+    assert max(sizes[-20:]) == batch, "one rank"
     assert {record.host for record in ranks(folder) if record.phase == "ended"} == {"node1"}
 
 
@@ -148,10 +151,19 @@ def wait_for_step(folder: Path, step: int, supervisor: subprocess.Popen[bytes]) 
     until = time.monotonic() + 120
     while time.monotonic() < until:
         assert supervisor.poll() is None, told(folder)
-        if min((record.step for record in ranks(folder) if record.phase == "training"), default=0) >= step:
+        if last_step(folder) >= step:
             return
-        time.sleep(0.1)
+        time.sleep(0.05)
     raise AssertionError(told(folder))
+
+
+def last_step(folder: Path) -> int:
+    """As it is recorded; a launch that goes on from a checkpoint takes the lines behind it back."""
+    try:
+        lines = (folder / "run" / "metrics.jsonl").read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def silence(hosts: Cluster) -> None:

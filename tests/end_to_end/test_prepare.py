@@ -297,7 +297,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    train = write_text(tmp_path / "train.txt", 100_000)
+    train = write_text(tmp_path / "train.txt", 400_000)
     command = [*PREPARE, "--train", train, "--valid", train, "--tokenizer", "bpe", "--output", tmp_path / "out"]
     words = [str(word) for word in command]
     process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -138,7 +138,7 @@ def preflight_in_little_memory(run: RunConfig) -> None:
     with distributed_session(tensor=1) as topology:
         trainer = Trainer(run, topology)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + 20 * 2**20
+        limit = pages * resource.getpagesize() + 60 * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         with pytest.raises(
             UserError, match=r"stage 2: .* does not fit into memory; set stages.1.micro_rows to 1 or less"
@@ -147,9 +147,9 @@ def preflight_in_little_memory(run: RunConfig) -> None:
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    write_corpus(tmp_path, tokens=40_000)
-    stages = [{"segment_length": 8, "steps": 1, "micro_rows": 1}, {"segment_length": 8192, "steps": 1}]
-    run = small_run(tmp_path, stages=stages, tokens_per_batch=16384)
+    write_corpus(tmp_path, tokens=160_000)
+    stages = [{"segment_length": 8, "steps": 1, "micro_rows": 1}, {"segment_length": 32768, "steps": 1}]
+    run = small_run(tmp_path, stages=stages, tokens_per_batch=65536)
     run_ranks(1, preflight_in_little_memory, run)
 
 
