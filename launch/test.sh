@@ -7,4 +7,5 @@ install_requirements requirements-dev.txt
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest --numprocesses 2 --dist loadfile "$@"
+# In the order of the files: by default the few slow tests of some would come last, and leave one worker waiting.
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
