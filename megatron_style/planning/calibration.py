@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.errors import UserError
+from megatron_style.config.events import Event, read_events
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import Gpu
@@ -19,15 +18,13 @@ from megatron_style.planning.sharding import sharding_of
 from megatron_style.planning.timing import Machine, plan_time
 from megatron_style.schedule.stages import resolve_stage
 
-Event = Mapping[str, Any]
-
 
 def measured_efficiency(folder: Path, gpu: Gpu) -> float:
     """The median over the steps that the run in this folder recorded, on GPUs of this kind."""
     for name in ("run.yaml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise UserError(f"--calibrate {folder}: no {name} in it; the folder of a run is expected")
-    run, events = load_run(folder / "run.yaml"), _read_events(folder / "metrics.jsonl")
+    run, events = load_run(folder / "run.yaml"), read_events(folder / "metrics.jsonl")
     events = [event for event in events if event["kind"] != "train" or event.get("tokens_per_second")]
     trained = [event for event in events if event["kind"] == "train"]
     if not trained:
@@ -62,18 +59,3 @@ def _efficiencies(run: RunConfig, events: Sequence[Event], setup: Setup, gpu: Gp
             seconds = run.data.tokens_per_batch * setup.data / event["tokens_per_second"]
             beside = time.update + time.tensor + (0 if setup.sharding.overlaps else time.data)
             yield time.compute / (seconds - beside if seconds > beside else seconds)
-
-
-def _read_events(path: Path) -> list[Event]:
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last line of a killed run may be torn
-    return [_read_event(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-
-
-def _read_event(line: str, where: str) -> Event:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict) or "kind" not in event:
-        raise UserError(f"{where}: holds {line[:60]!r}; expected an event as a run writes it")
-    return event

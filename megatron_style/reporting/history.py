@@ -7,12 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_style.config.errors import UserError
+from megatron_style.config.events import Event, read_events
 from megatron_style.config.yaml_file import read_yaml
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
         if not needed.is_file():
             raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
     settings = tuple(_flat(read_yaml(run_file)))
-    events = _read_events(metrics)
+    events = read_events(metrics)
     return RunHistory(
         name,
         run_file.read_text(encoding="utf-8"),
@@ -115,25 +113,6 @@ def read_run(name: str, folder: Path) -> RunHistory:
         held_out=tuple(_held_out(event) for event in events if event["kind"] == "valid"),
         samples=tuple(_sample(event) for event in events if event["kind"] == "sample"),
     )
-
-
-def _read_events(path: Path) -> list[Event]:
-    try:
-        content = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; the record of a run is expected") from None
-    whole = content.split("\n")[:-1]  # the last line of a killed run may be torn
-    return [_read_event(line, where=f"{path}:{number}") for number, line in enumerate(whole, start=1)]
-
-
-def _read_event(line: str, where: str) -> Event:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict) or "kind" not in event or not isinstance(event.get("step"), int):
-        raise UserError(f"{where}: holds {line[:60]!r}; expected an event as a run writes it, with kind and step")
-    return event
 
 
 def _place(event: Event) -> Place:

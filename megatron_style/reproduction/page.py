@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_style.config.events import Event, read_events
 from megatron_style.data.folder import whole_folder
 from megatron_style.data.store import open_store
 from megatron_style.planning.parameters import count_parameters
@@ -44,12 +45,11 @@ def _keep(run: Path, target: Path) -> None:
             shutil.copy(run / name, target / name)
     for file in sorted((run / "evaluations").glob("*.json")):
         shutil.copy(file, target / "evaluations" / file.name)
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    lines = "".join(json.dumps(event) + "\n" for event in thinned(events))
+    lines = "".join(json.dumps(event) + "\n" for event in thinned(read_events(run / "metrics.jsonl")))
     (target / "metrics.jsonl").write_text(lines, encoding="utf-8")
 
 
-def thinned(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def thinned(events: Sequence[Event]) -> list[Event]:
     """Without samples and losses by position, and of training only some lines: the last one has all totals."""
     trained = [event for event in events if event["kind"] == "train"]
     every = -(-len(trained) // _MOST_LINES)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_style.config.events import read_events
 from megatron_style.config.run import RunConfig
 from megatron_style.data.folder import whole_folder
 
@@ -44,8 +45,7 @@ def take_over(taker: RunConfig, donors: Iterable[RunConfig]) -> Path | None:
         return None
     donor, steps = found.parents[1], taker.stages[0].steps
     assert steps is not None
-    events = map(json.loads, (donor / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    lines = (json.dumps(event) for event in events if _is_carried(event, steps))
+    lines = (json.dumps(event) for event in read_events(donor / "metrics.jsonl") if _is_carried(event, steps))
     taker.output.path.mkdir(parents=True, exist_ok=True)
     (taker.output.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (taker.output.path / TAKEN).write_text(json.dumps({"run": donor.name, "step": steps}) + "\n", encoding="utf-8")

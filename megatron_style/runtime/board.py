@@ -18,7 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams, text
 from torch.utils.tensorboard.writer import FileWriter
 
-from megatron_style.runtime.metrics import Event
+from megatron_style.config.events import Event
 
 _TAGS = {
     "train": {

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_style.config.command import log
-from megatron_style.runtime.metrics import Event
+from megatron_style.config.events import Event
 
 _REDRAW_SECONDS = 0.2
 _GAUGE = 20  # characters

@@ -10,6 +10,7 @@ from typing import Self
 from torch import Tensor
 
 from megatron_style.config.command import log
+from megatron_style.config.events import Event
 from megatron_style.config.run import RunConfig, save_run
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.parallel.topology import Topology
@@ -18,7 +19,7 @@ from megatron_style.runtime.console import Console, Standing
 from megatron_style.runtime.ds_config import read_ds_config
 from megatron_style.runtime.engine import TrainingEngine, Update
 from megatron_style.runtime.memory import forget_peak, peak_bytes
-from megatron_style.runtime.metrics import Event, MetricsFile
+from megatron_style.runtime.metrics import MetricsFile
 from megatron_style.runtime.work import Totals, Work, peak_flops
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
