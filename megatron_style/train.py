@@ -103,15 +103,13 @@ def accumulate_gradients(
     stage, share, next_caches = plan.stage, torch.zeros((), device=engine.device), []
     for micro in range(stage.accumulation):
         batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
-        inputs, targets, counted = (
-            torch.from_numpy(array).to(engine.device) for array in (batch.inputs, batch.targets, batch.counted)
-        )
+        inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
         cache = engine.model.empty_cache(stage.micro_rows, stage.cache_length) if plan.opens_lanes else caches[micro]
         noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
         seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
         nll, cache = engine.forward(inputs, targets, cache, noise)
-        mine = (nll * counted).sum() / plan.tokens
+        mine = (nll * counted.to(engine.device)).sum() / plan.tokens
         engine.accumulate(mine * topology.data.size, is_last=micro == stage.accumulation - 1)  # ranks are averaged
 
         share += mine.detach()

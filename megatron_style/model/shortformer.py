@@ -43,9 +43,9 @@ class Shortformer(nn.Module):
     ) -> tuple[Tensor, SegmentCache]:
         """Negative log-likelihood of each target, and the cache that the next segment of these rows needs.
 
-        Fewer targets than tokens are those of the last tokens. Without targets, the likeliest next token of each row:
-        asked for here, because ZeRO 3 has the weights together only inside `forward`. `noise` is where dropout masks
-        come from; without it nothing is dropped."""
+        Both may be on the host, whatever the model's device. Fewer targets than tokens are those of the last tokens.
+        Without targets, the likeliest next token of each row: asked for here, because ZeRO 3 has the weights together
+        only inside `forward`. `noise` is where dropout masks come from; without it nothing is dropped."""
         x_BTD, cache = self.features(ids_BT, cache, noise)
         if targets_BT is None:
             return self.vocabulary.likeliest(x_BTD[:, -1]), cache

@@ -53,8 +53,8 @@ class AdaptiveVocabulary(nn.Module):
         self.clusters = parameter(Layout((tails, D), None, xavier(D, tails)), axis)
 
     def embed(self, ids: Tensor) -> Tensor:
-        flat, dtype = ids.reshape(-1), self.clusters.dtype
-        out_ND = torch.zeros(flat.numel(), self.hidden_size, dtype=dtype, device=ids.device)
+        flat = ids.reshape(-1)
+        out_ND = self.clusters.new_zeros(flat.numel(), self.hidden_size)
         for band in self.bands:
             index, rows = band.table.owned_rows(flat - band.first)
             # Each rank projects its own tokens only, so the projection's gradient is a sum over the ranks.
@@ -62,7 +62,8 @@ class AdaptiveVocabulary(nn.Module):
         return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
-        """Negative log-likelihood of each target; no matrix of tokens x whole vocabulary is built."""
+        """Negative log-likelihood of each target; no matrix of tokens x whole vocabulary is built. Targets on the host
+        are sorted into bands there, as nothing then waits for the device."""
         head, *tails = self.bands
         x_ND = replicated_dropout(x_ND, self.dropout, noise)
         words = _full_precision(head.table.logits(x_ND))
@@ -71,10 +72,11 @@ class AdaptiveVocabulary(nn.Module):
         nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
-            narrow = F.linear(x_ND[index], band.projection.T)
+            inside_targets, index = targets_N[index] - band.first, index.to(x_ND.device, non_blocking=True)
+            narrow = F.linear(x_ND.index_select(0, index), band.projection.T)
             narrow = replicated_dropout(narrow, self.dropout, noise and noise.at(i))
-            inside = _table_nll(narrow, targets_N[index] - band.first, band.table)
-            nll_N = nll_N.index_add(0, index, inside - clusters[index, i])
+            inside = _table_nll(narrow, inside_targets, band.table)
+            nll_N = nll_N.index_add(0, index, inside - clusters[:, i].index_select(0, index))
         return nll_N
 
     def likeliest(self, x_ND: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class PlainVocabulary(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         index, rows = self.table.owned_rows(ids.reshape(-1))
-        out_ND = torch.zeros(ids.numel(), self.hidden_size, dtype=rows.dtype, device=ids.device)
+        out_ND = rows.new_zeros(ids.numel(), self.hidden_size)
         out_ND.index_copy_(0, index, rows)
         return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
 
@@ -168,6 +170,7 @@ def _table_nll(x: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
 
 
 def _total_and_pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
+    targets = targets.to(logits.device, non_blocking=True)
     return sharded_total_and_pick(logits, targets, layout_of(table.weight).owned(table.axis), table.axis)
 
 

@@ -60,10 +60,12 @@ class VocabParallelTable(nn.Module):
         self.weight = parameter(Layout((tokens, width), 0, weight), axis)
 
     def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the ids (counted from this table's first) this rank holds, and their vectors."""
+        """Which of the ids (counted from this table's first) this rank holds, and their vectors. Ids on the host are
+        searched there: on the device, the host would have to wait for their number."""
         mine = layout_of(self.weight).owned(self.axis)
         (index,) = torch.where((ids >= mine.start) & (ids < mine.stop))
-        return index, F.embedding(ids[index] - mine.start, self.weight)
+        index, rows = (x.to(self.weight.device, non_blocking=True) for x in (index, ids[index] - mine.start))
+        return index, F.embedding(rows, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """This rank's columns [..., tokens / tp]; rows that only pad the shard are left out."""

@@ -75,7 +75,7 @@ def run_config(spec: RunSpec, scale: Scale, corpus: PreparedText, folder: Path) 
         data["deepspeed"] = os.path.relpath(ROOT / data["deepspeed"])
     else:
         assert corpus.vocab_size is not None
-        data["model"]["vocabulary"] = {"kind": "adaptive", "cutoffs": _cutoffs(corpus.vocab_size)}
+        data["model"]["vocabulary"]["cutoffs"] = _cutoffs(corpus.vocab_size)
     return RunConfig.parse(data, source=str(folder / "run.yaml"))
 
 
@@ -85,7 +85,8 @@ def _recipe(spec: RunSpec, scale: Scale) -> dict[str, Any]:
     data["stages"], data["seed"] = _stages(spec, scale), spec.seed
     del data["output"]
     if scale.model is not None:
-        data["model"] |= _sizes(scale.model) | {"dropout": {}}
+        # In a narrow model, rare words with a 16th of the width would learn next to nothing: all bands are as wide.
+        data["model"] |= _sizes(scale.model) | {"dropout": {}, "vocabulary": {"kind": "adaptive", "factor": 1}}
         data["data"]["tokens_per_batch"] = scale.tokens_per_batch
         rate = {"peak": scale.peak_rate, "floor": scale.peak_rate / 50, "warmup_steps": scale.steps // 20}
         data["optimizer"] = {"name": "adamw", "learning_rate": rate, "clip_norm": 1.0}

@@ -73,8 +73,8 @@ _MINIATURE = Scale(
 )  # fmt: skip
 # About 0.9M tokens a run: what two cores train in 15 minutes a table, with two seeds.
 _TINY = Scale(
-    "tiny", shrink=8, lengths=(64, 128, 512, 1024, 3072), first_epochs=(50, 100, 150), steps=600,
-    steps_of_50_epochs=150, tokens_per_batch=1536, evaluate_every=50, save_every=150, held_out_tokens=24_576,
+    "tiny", shrink=8, lengths=(64, 128, 512, 3072), first_epochs=(50, 100, 150), steps=1200,
+    steps_of_50_epochs=300, tokens_per_batch=768, evaluate_every=100, save_every=300, held_out_tokens=24_576,
     watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
     model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),
 )  # fmt: skip

@@ -205,7 +205,7 @@ def gradient_norm(model: nn.Module, axis: Axis) -> float:
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for param in model.parameters():
         if param.grad is not None and (layout_of(param).shard_dim is not None or axis.rank == 0):
-            total += param.grad.double().square().sum()
+            total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
     return math.sqrt(axis.sum(total).item())
 
 

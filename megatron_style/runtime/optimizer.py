@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class NAG(torch.optim.SGD):
     no record of the last learning rate. Weight decay is decoupled from the gradient, as in the reference."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, nesterov=momentum > 0)
+        super().__init__(params, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
         for group in self.param_groups:
             group["decay"] = weight_decay
 
@@ -41,7 +42,7 @@ def make_optimizer(config: OptimizerConfig, params: Iterable[nn.Parameter], *, o
     """`on_cpu`: ZeRO keeps the optimizer's state in host memory, where DeepSpeed's own Adam is much faster."""
     if (config.name or "nag") == "nag":
         return NAG(params, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay)
-    kind = DeepSpeedCPUAdam if on_cpu else torch.optim.AdamW
+    kind = DeepSpeedCPUAdam if on_cpu else partial(torch.optim.AdamW, fused=True)
     made: torch.optim.Optimizer = kind(
         params, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )

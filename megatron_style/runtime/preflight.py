@@ -29,7 +29,7 @@ def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple
 
 def rehearse(engine: TrainingEngine, stage: Stage) -> None:
     """A second micro-batch, where there is one, meets the gradients of the first in memory."""
-    ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long, device=engine.device)
+    ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
     empty = engine.model.empty_cache(stage.micro_rows, stage.cache_length)
     full = tuple(layer.new_zeros(stage.micro_rows, stage.cache_length, layer.shape[-1]) for layer in empty.layers)
     noise = Noise(derive_key("preflight"))

@@ -197,4 +197,4 @@ def restore_momentum(optimizer: NAG, model: Shortformer) -> None:
     names = fairseq_names(model.config)
     for name, param in model.named_parameters():
         momentum = velocity[order.index(names[name])]["momentum_buffer"]
-        optimizer.state[param]["momentum_buffer"] = momentum / -lr_old
+        optimizer.state[param]["momentum_buffer"] = momentum.to(param) / -lr_old
