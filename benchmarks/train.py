@@ -1,7 +1,7 @@
 """What a trained token costs, as ratios measured side by side in one run.
 
-    python -m benchmarks.train [--model medium|paper] [--tokens 9216] [--rounds 3] [--skip-grids]
-                               [--output speed.json] [--chart speed.png] [--compare old.json]
+    python -m benchmarks.train [--model medium|paper] [--lengths 128 512] [--tokens 9216] [--rounds 3] [--skip-grids]
+                               [--output speed.json] [--chart speed.svg] [--compare old.json]
 
 On this machine's CPU in float32, without dropout. For each segment length: this trainer (`ours`), the same model
 written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products take turns, so that whatever else
@@ -42,9 +42,7 @@ GRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-def settings_of(model: str, tokens: int) -> list[Setting]:
-    lengths = [(128, True), (512, True), (1024, False), (3072, False)]
-    return [Setting(model, length, cached, tokens) for length, cached in lengths]
+LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # and whether they have a cache
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -129,17 +127,17 @@ def child(what: dict[str, Any]) -> object:
 def measure_all(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_text(folder, VOCAB_SIZES[args.model])
     found: dict[str, Any] = {"model": args.model, "tokens": args.tokens, "lengths": {}, "grids": {}}
-    for setting in settings_of(args.model, args.tokens):
+    settings = [Setting(args.model, length, LENGTHS[length], args.tokens) for length in args.lengths]
+    for setting in settings:
         common = {"setting": vars(setting), "folder": str(folder), "rounds": args.rounds}
         found["lengths"][str(setting)] = in_own_process(measure="speed", **common) | {
             "peak_bytes": [in_own_process(measure="memory", side=side, **common) for side in ("ours", "plain")]
         }
         progress(f"{setting}: done")
     grids: dict[str, list[float]] = {name: [] for name in ({} if args.skip_grids else GRIDS)}
-    setting = settings_of(args.model, args.tokens)[0]
+    common = {"setting": vars(settings[0]), "folder": str(folder), "rounds": 2}
     for number in range(args.rounds):
         for name in grids:
-            common = {"setting": vars(setting), "folder": str(folder), "rounds": 2}
             grids[name] += in_own_process(measure="grid", grid=GRIDS[name], **common)
         progress(f"grids: round {number + 1} of {args.rounds} done")
     found["grids"] = {name: statistics.median(speeds) for name, speeds in grids.items()}
@@ -153,11 +151,12 @@ def progress(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("medium", "paper"), default="medium")
+    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--tokens", type=int, default=9_216, help="a batch; 3072 and its multiples")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--skip-grids", action="store_true")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
-    parser.add_argument("--chart", type=Path, metavar="FILE.png")
+    parser.add_argument("--chart", type=Path, metavar="FILE.svg")
     parser.add_argument("--compare", type=Path, metavar="OLD.json")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -14,7 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_style.config.command import EXIT_DONE, EXIT_FAILED, add_json_flag, command_parser, run_command, size
+from megatron_style.config.command import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    add_json_flag,
+    add_set_flag,
+    command_parser,
+    run_command,
+    size,
+)
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.data.store import store_files
@@ -201,7 +209,7 @@ def main() -> None:
         "python -m megatron_style.doctor --hostfile hosts run_configs/quickstart.yaml",
     )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
+    add_set_flag(parser)
     parser.add_argument("--hostfile", type=Path, metavar="H", help="lines of `NAME slots=N`; default: this machine")
     add_json_flag(parser)
     args = parser.parse_args()

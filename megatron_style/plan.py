@@ -10,7 +10,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table, size
+from megatron_style.config.command import (
+    add_json_flag,
+    add_set_flag,
+    command_parser,
+    log,
+    run_command,
+    show,
+    show_table,
+    size,
+)
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import load_run
@@ -54,7 +63,7 @@ def parse_args() -> argparse.Namespace:
         "--gpu v100-32gb --gpus 8,64,512",
     )
     parser.add_argument("run", type=Path, metavar="RUN.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
+    add_set_flag(parser)
     parser.add_argument("--gpu", default=DEFAULT_GPU, metavar="NAME", help=f"one of {', '.join(GPUS)}")
     parser.add_argument("--gpu-memory", metavar="32GB", help="default: what the GPU has")
     parser.add_argument("--gpus", metavar="N,...", help=f"how many; several are compared; default: {DEFAULT_COUNT}")

@@ -37,6 +37,13 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
+def add_set_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings",
+        metavar="section.key=value", help="in place of the run file's value; as often as needed",
+    )  # fmt: skip
+
+
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command's main and leave with the exit code that interface promises."""
     try:

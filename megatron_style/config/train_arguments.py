@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_style.config.command import command_parser
+from megatron_style.config.command import add_set_flag, command_parser
 
 
 def parse_train_arguments() -> tuple[Path, list[str]]:
@@ -24,7 +24,7 @@ def parse_train_arguments() -> tuple[Path, list[str]]:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", dest="settings")
+    add_set_flag(parser)
     parser.add_argument("--deepspeed_config", type=Path, metavar="FILE", help="in place of the run file's `deepspeed`")
 
 
