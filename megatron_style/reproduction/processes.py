@@ -31,16 +31,24 @@ class Job:
 def run_jobs(jobs: Sequence[Job], *, at_once: int, threads: int) -> None:
     """In their order. The first that fails ends all: what they have saved is not lost."""
     waiting, running = list(enumerate(jobs, start=1)), dict[subprocess.Popen[bytes], Job]()
+    begun = time.monotonic()
     with _sigterm_interrupts(), _ended_at_last(running):
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, job = waiting.pop(0)
-                log(f"[{number}/{len(jobs)}] {job.title}")
+                left = _time_left(begun, done=number - 1 - len(running), of=len(jobs))
+                log(f"[{number}/{len(jobs)}] {job.title}{left}")
                 job.before()
                 running[_start(job, threads)] = job
             time.sleep(_LOOK_SECONDS)
             for process in [each for each in running if each.poll() is not None]:
                 _finish(running.pop(process), process.returncode)
+
+
+def _time_left(begun: float, *, done: int, of: int) -> str:
+    """If the rest takes as long as what is done; the minutes of a table, not the seconds of a test."""
+    minutes = (time.monotonic() - begun) / 60 * (of - done) / done if done else 0
+    return f", about {minutes:.0f} min left" if minutes >= 2 else ""
 
 
 @contextmanager
