@@ -92,7 +92,7 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
         lines += [
             f"The model has {parameters:,} parameters, the corpus {len(open_store(corpus.train)):,} tokens and a "
             f"vocabulary of {corpus.vocab_size:,}. Seeds: 1 to {experiment.seeds}. Trained on {origin.get('cores')} "
-            f"cores, {origin.get('at_once')} runs at once with {origin.get('threads')} threads each.",
+            f"cores, {origin.get('at_once')} runs at once, threads of each: {origin.get('threads')}.",
         ]
     return lines
 

@@ -34,6 +34,7 @@ class _Reader:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
+        self._needed = {each for table in experiment.tables() for needed in table.needs().values() for each in needed}
         self._results: dict[RunSpec, RunResult | None] = {}
 
     def figures(self, subject: Subject, measure: Measured, baseline: RunSpec | None) -> Figures | None:
@@ -59,8 +60,7 @@ class _Reader:
 
     def _read(self, spec: RunSpec) -> RunResult:
         folder = self._experiment.folder(spec)
-        needed = {each for table in self._experiment.tables() for found in table.needs().values() for each in found}
-        kept = {each: kept_evaluation(self._experiment.evaluation_file(spec, each)) for each in needed}
+        kept = {each: kept_evaluation(self._experiment.evaluation_file(spec, each)) for each in self._needed}
         evaluations: dict[Evaluation, dict[str, object]] = {
             each: dict(found["result"]) for each, found in kept.items() if found is not None
         }
