@@ -70,6 +70,10 @@ def chart(found: Found, path: Path) -> None:
 
 def difference(old: Found, new: Found) -> None:
     """Ratios only: seconds of two days cannot be compared."""
+    for key in ("model", "tokens"):
+        if old[key] != new[key]:
+            print(f"\nnot compared: the old figures are of {key} {old[key]}, these of {new[key]}")
+            return
     print("\nold -> new")
     for name, line in new["lengths"].items():
         before = old["lengths"].get(name)
