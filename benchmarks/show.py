@@ -54,7 +54,7 @@ def judged(found: Found) -> Iterator[tuple[str, float, str, bool]]:
 
 
 def chart(found: Found, path: Path) -> None:
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     speed, memory = figure.subplots(1, 2)
     names = list(found["lengths"])
     for side, (label, offset) in enumerate((("ours", -0.2), ("plain", 0.2))):
@@ -65,7 +65,7 @@ def chart(found: Found, path: Path) -> None:
         axes.set_xticks(range(len(names)), names)
         axes.set_title(title)
         axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def difference(old: Found, new: Found) -> None:
