@@ -109,7 +109,7 @@ def accumulate_gradients(
         seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
         nll, cache = engine.forward(inputs, targets, cache, noise)
-        mine = (nll * counted.to(engine.device)).sum() / plan.tokens
+        mine = (nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
         engine.accumulate(mine * topology.data.size, is_last=micro == stage.accumulation - 1)  # ranks are averaged
 
         share += mine.detach()

@@ -1,4 +1,4 @@
-"""A step on a device never waits for it. Tensors on `meta` have no values, so whoever asks for one, and whoever mixes
+"""Forward and backward never wait for the device. Tensors on `meta` have no values, so whoever asks for one, and whoever mixes
 them with tensors of the host, fails."""
 
 from __future__ import annotations
