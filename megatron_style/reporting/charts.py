@@ -49,13 +49,12 @@ def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
     rates = _lines(runs, along, "training", lambda run: [(event.at, event.learning_rate) for event in run.trained])
     norms = _lines(runs, along, "training", lambda run: [(event.at, event.grad_norm) for event in run.trained])
     charts = (
-        _chart("loss", "Loss, nats a token", along, losses, _range(losses), bands=bands),
-        _chart("perplexity", "Perplexity", along, training + held_out, _perplexity_range(training, held_out),
-               bands=bands, quantity=COUNT, logarithmic=True),
-        _chart("rate", "Learning rate", along, rates, _range(rates), bands=small_bands, height=120,
-               quantity=RATE),
-        _chart("norm", "Gradient norm", along, norms, _range(norms, positive=True), bands=small_bands, height=120,
-               logarithmic=True),
+        _chart("loss", "Loss, nats a token", along, losses, _upwards(_range(losses)), bands=bands),
+        _chart("perplexity", "Perplexity", along, training + held_out,
+               _upwards(_perplexity_range(training, held_out), COUNT, logarithmic=True), bands=bands),
+        _chart("rate", "Learning rate", along, rates, _upwards(_range(rates), RATE), bands=small_bands, height=120),
+        _chart("norm", "Gradient norm", along, norms, _upwards(_range(norms, positive=True), logarithmic=True),
+               bands=small_bands, height=120),
     )  # fmt: skip
     return tuple(chart for chart in charts if chart is not None)
 
@@ -91,20 +90,26 @@ def _chart(
     title: str,
     along: Along,
     lines: tuple[Line, ...],
-    values: tuple[float, float] | None,
+    y: Axis | None,
     *,
     bands: tuple[Band, ...],
-    quantity: Quantity = NUMBER,
-    logarithmic: bool = False,
     height: int = 220,
 ) -> Chart | None:
     reach = max((point.x for line in lines for point in line.points), default=0.0)
-    if values is None or reach <= 0:
+    if y is None or reach <= 0:
         return None
     about = f"{title} against {along.label}. Lines: {'; '.join(line.name for line in lines)}."
     x = Axis(along.quantity, 0.0, reach, along.label)
-    y = Axis(quantity, *padded(*values, logarithmic=logarithmic), logarithmic=logarithmic)
     return Chart(f"{key}-by-{along.key}", title, about, x, y, lines, bands, height)
+
+
+def _upwards(
+    values: tuple[float, float] | None, quantity: Quantity = NUMBER, *, logarithmic: bool = False
+) -> Axis | None:
+    """For values from the first to the second; None if there are none."""
+    if values is None:
+        return None
+    return Axis(quantity, *padded(*values, logarithmic=logarithmic), logarithmic=logarithmic)
 
 
 def _lines(runs: Sequence[RunHistory], along: Along, kind: str, values: Values) -> tuple[Line, ...]:
