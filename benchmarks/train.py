@@ -6,7 +6,7 @@
 On this machine's CPU in float32, without dropout. For each segment length: this trainer (`ours`), the same model
 written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products take turns, so that whatever else
 runs here slows all of them; a ratio is the median of its rounds. Then peak memory, each in a process of its own, and
-the ways to use two cores: ZeRO stages, two data-parallel ranks, two tensor-parallel ranks.
+the ways to use two cores, at the first of the lengths: ZeRO stages, two data-parallel ranks, two tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ GRIDS: dict[str, dict[str, Any]] = {
     "ZeRO 1, 2 data-parallel ranks": {"ranks": 2, "zero": 1},
     "ZeRO 1, 2 tensor-parallel ranks": {"ranks": 2, "zero": 1, "tensor": 2},
 }
-
-
 LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # and whether they have a cache
 
 
@@ -152,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("medium", "paper"), default="medium")
     parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
-    parser.add_argument("--tokens", type=int, default=9_216, help="a batch; 3072 and its multiples")
+    parser.add_argument("--tokens", type=int, default=9_216, help="a batch; a multiple of every length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--skip-grids", action="store_true")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
