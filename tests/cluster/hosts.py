@@ -26,12 +26,16 @@ SCRIPT = Path(__file__).with_name("host.sh")
 def why_not() -> str | None:
     """What this machine lacks to make hosts, if anything."""
     if os.geteuid() != 0:
-        return "network namespaces need root"
+        return "network namespaces need root: run the tests as root, on Linux"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"not installed: {', '.join(missing)} (iproute2, openssh-server, pdsh)"
+        return f"not installed: {', '.join(missing)}; install iproute2, openssh-client, openssh-server and pdsh"
     probe = subprocess.run(["unshare", "--net", "--uts", "--pid", "--fork", "true"], capture_output=True, text=True)
-    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+    return (
+        f"no namespaces here: {probe.stderr.strip()}; a container needs CAP_SYS_ADMIN for them"
+        if probe.returncode
+        else None
+    )
 
 
 @dataclass(frozen=True)

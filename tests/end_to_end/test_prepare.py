@@ -286,7 +286,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
     disk.mkdir()
     mount = f"mount -t tmpfs -o size=1m none {disk}"
     if os.geteuid() != 0 or run(["unshare", "-m", "sh", "-c", mount]).returncode != 0:
-        pytest.skip("mounting a small disk needs root and the right to unshare")
+        pytest.skip("a small disk is mounted: run the tests as root, in a container with CAP_SYS_ADMIN")
     train = write_text(tmp_path / "big.txt", 150_000)
     flags = f"--train {train} --valid {train} --output {disk}/out"
     script = f"{mount} && {' '.join(PREPARE)} {flags}; code=$?; ls -A {disk}; exit $code"
