@@ -141,15 +141,16 @@ def preflight_in_little_memory(run: RunConfig) -> None:
         limit = pages * resource.getpagesize() + 60 * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         with pytest.raises(
-            UserError, match=r"stage 2: .* does not fit into memory; set stages.1.micro_rows to 1 or less"
+            UserError, match=r"stage 2: .* does not fit into memory; set stages.1.micro_rows to 512 or less"
         ):
             list(preflight(trainer.engine, trainer.schedule.stages))
 
 
 def test_a_stage_that_does_not_fit_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    write_corpus(tmp_path, tokens=160_000)
-    stages = [{"segment_length": 8, "steps": 1, "micro_rows": 1}, {"segment_length": 32768, "steps": 1}]
-    run = small_run(tmp_path, stages=stages, tokens_per_batch=65536)
+    """So much of it that no reuse of memory freed before makes it fit."""
+    write_corpus(tmp_path, tokens=2_200_000)
+    stages = [{"segment_length": 8, "steps": 1, "micro_rows": 1}, {"segment_length": 1024, "steps": 1}]
+    run = small_run(tmp_path, stages=stages, tokens_per_batch=1024 * 1024)
     run_ranks(1, preflight_in_little_memory, run)
 
 
