@@ -1,4 +1,4 @@
-"""Attention in two parts is attention under one mask, forwards and backwards."""
+"""Attention in parts is attention under one mask, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_style.model.kernels import attend, causal_mask
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)]
 )
-@pytest.mark.parametrize(("segment", "cache"), [(7, 5), (16, 16), (1, 9), (64, 32), (6, 0)])
-def test_two_parts_are_one(dtype: torch.dtype, tolerance: float, segment: int, cache: int) -> None:
+@pytest.mark.parametrize(("segment", "cache"), [(7, 5), (16, 16), (1, 9), (64, 32), (300, 70), (520, 8), (6, 0)])
+def test_parts_are_one(dtype: torch.dtype, tolerance: float, segment: int, cache: int) -> None:
     generator = torch.Generator().manual_seed(3)
     q, cached_k, cached_v, k, v, weight = (
         torch.randn(2, 3, n, 8, generator=generator).to(dtype).requires_grad_()
