@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 Found = dict[str, Any]
+ONE_RANK = "1 rank x 2 threads"
 MARKS = {"L=128 cached": (1.5, 0.6), "L=512 cached": (1.5, 0.5), "L=3072": (1.8, None)}  # against plain, of matmul
 
 
@@ -22,10 +23,10 @@ def show(found: Found) -> None:
             f"{name:14}{ours:10,.0f}{plain:10,.0f}{line['against_plain']:12.2f}{line['share_of_matmul']:11.1%}"
             f"{mine:8.2f}G{theirs:8.2f}G"
         )
-    if found["grids"]:
-        first = next(iter(found["grids"].values()))
-        for name, speed in found["grids"].items():
-            print(f"{name:34}{speed:10,.0f} tokens/s{speed / first:8.2f}")
+    for name, ratio in found["zero"].items():
+        print(f"{name:34}{ratio:27.2f}")
+    for name, speed in found["grids"].items():
+        print(f"{name:34}{speed:10,.0f} tokens/s{speed / found['grids'][ONE_RANK]:8.2f}")
     print()
     for text, value, mark, met in judged(found):
         print(f"{'met   ' if met else 'SHORT '} {text}: {value:.2f}, asked: {mark}")
@@ -50,9 +51,8 @@ def judged(found: Found) -> Iterator[tuple[str, float, str, bool]]:
             memory = lengths["L=512 cached"]["peak_bytes"][0] / baseline["peak_bytes"][0]
             yield _most("memory of L=512 cached / L=3072", memory, 0.5)
     if grids:
-        one = grids["ZeRO 1, 1 rank x 2 threads"]
-        yield _least("2 data-parallel ranks / 1 rank", grids["ZeRO 1, 2 data-parallel ranks"] / one, 0.85)
-        yield _least("ZeRO 1 / ZeRO 0", one / grids["ZeRO 0, 1 rank x 2 threads"], 0.95)
+        yield _least("2 data-parallel ranks / 1 rank", grids["2 data-parallel ranks"] / grids[ONE_RANK], 0.85)
+        yield _least("ZeRO 1 / ZeRO 0", found["zero"]["ZeRO 1"], 0.95)
 
 
 def chart(found: Found, path: Path) -> None:

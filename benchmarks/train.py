@@ -3,10 +3,11 @@
     python -m benchmarks.train [--model medium|paper] [--lengths 128 512] [--tokens 9216] [--rounds 3] [--skip-grids]
                                [--output speed.json] [--chart speed.svg] [--compare old.json]
 
-On this machine's CPU in float32, without dropout. For each segment length: this trainer (`ours`), the same model
-written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products take turns, so that whatever else
-runs here slows all of them; a ratio is the median of its rounds. Then peak memory, each in a process of its own, and
-the ways to use two cores, at the first of the lengths: ZeRO stages, two data-parallel ranks, two tensor-parallel ranks.
+On this machine's CPU in float32, without dropout. In one process take turns: this trainer (`ours`) and the same model
+written plainly (`plain`, see benchmarks/plain) at each segment length, ours under every ZeRO stage at the first of the
+lengths, and the machine's own matrix products. So whatever else runs here slows all of them; a figure is the median of
+its rounds. Then peak memory, each in a process of its own, and the ways to use two cores. `--model paper` takes some
+10 GB for each length.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.show import chart, difference, show
+from benchmarks.show import ONE_RANK, chart, difference, show
 from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, write_text
+from megatron_style.config.run import RunConfig
+from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.runtime.memory import forget_peak, peak_bytes
 from megatron_style.runtime.session import distributed_session
 
 CPU = torch.device("cpu")
-GRIDS: dict[str, dict[str, Any]] = {
-    "ZeRO 0, 1 rank x 2 threads": {"ranks": 1, "zero": 0},
-    "ZeRO 1, 1 rank x 2 threads": {"ranks": 1, "zero": 1},
-    "ZeRO 2, 1 rank x 2 threads": {"ranks": 1, "zero": 2},
-    "ZeRO 3, 1 rank x 2 threads": {"ranks": 1, "zero": 3},
-    "ZeRO 1, 2 data-parallel ranks": {"ranks": 2, "zero": 1},
-    "ZeRO 1, 2 tensor-parallel ranks": {"ranks": 2, "zero": 1, "tensor": 2},
+GRIDS = {  # ranks, of which tensor-parallel; all with ZeRO 1
+    ONE_RANK: (1, 1),
+    "2 data-parallel ranks": (2, 1),
+    "2 tensor-parallel ranks": (2, 2),
 }
 LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # and whether they have a cache
 
@@ -55,23 +56,57 @@ def matmul_rate(size: int = 2048) -> float:
     return 4 * 2 * size**3 / seconds(lambda: [left @ right for _ in range(4)])
 
 
-def measure_speed(setting: Setting, folder: Path, rounds: int) -> dict[str, Any]:
-    """Ours, plain and the machine in turns. Both start from the same weights and must find the same loss."""
+def measure_speed(settings: list[Setting], folder: Path, rounds: int, zero_stages: list[int]) -> dict[str, Any]:
+    """Everybody in turns. Ours and plain start from the same weights and must find the same loss."""
     with distributed_session(tensor=1) as topology:
-        run = setting.run(folder)
-        ours = Ours(run, topology)
-        weights = {name: weight.clone() for name, weight in ours.engine.model.state_dict().items()}
-        plain = Plain(run, weights)
-        for _ in range(2):  # the second one has a full cache
-            torch.testing.assert_close(ours(), plain(), rtol=1e-4, atol=0)
-        taken = [(seconds(ours), seconds(plain), matmul_rate()) for _ in range(rounds)]
+        sides = {str(setting): both_sides(setting, folder, topology) for setting in settings}
+        stages = {stage: Ours(with_zero(settings[0], folder, stage), topology) for stage in zero_stages}
+        for step in stages.values():
+            step(), step()
+        taken: dict[Any, list[float]] = defaultdict(list)
+        for number in range(rounds):
+            for name, steps in sides.items():
+                for side, step in zip(("ours", "plain"), steps, strict=True):
+                    taken[name, side].append(seconds(step))
+                taken[name, "matmul"].append(matmul_rate())
+            for stage, step in stages.items():
+                taken[stage].append(seconds(step))
+            progress(f"round {number + 1} of {rounds} done")
+    return {
+        "lengths": {str(setting): figures(setting, taken) for setting in settings},
+        "zero": {f"ZeRO {stage}": median_ratio(taken[0], taken[stage]) for stage in stages},
+    }
+
+
+def figures(setting: Setting, taken: dict[Any, list[float]]) -> dict[str, Any]:
+    ours, plain, matmul = (taken[str(setting), what] for what in ("ours", "plain", "matmul"))
     work = setting.tokens * setting.flops_per_token
     return {
-        "tokens_per_second": [setting.tokens / statistics.median(side[i] for side in taken) for i in (0, 1)],
-        "against_plain": statistics.median(plain / ours for ours, plain, _ in taken),
-        "share_of_matmul": statistics.median(work / ours / rate for ours, _, rate in taken),
-        "matmul_gflops": statistics.median(rate for *_, rate in taken) / 1e9,
+        "tokens_per_second": [setting.tokens / statistics.median(side) for side in (ours, plain)],
+        "against_plain": median_ratio(plain, ours),
+        "share_of_matmul": median_ratio([work / took for took in ours], matmul),
+        "matmul_gflops": statistics.median(matmul) / 1e9,
     }
+
+
+def both_sides(setting: Setting, folder: Path, topology: Topology) -> tuple[Ours, Plain]:
+    run = setting.run(folder)
+    ours = Ours(run, topology)
+    plain = Plain(run, {name: weight.clone() for name, weight in ours.engine.model.state_dict().items()})
+    for _ in range(2):  # the second one has a full cache
+        torch.testing.assert_close(ours(), plain(), rtol=1e-4, atol=0)
+    progress(f"{setting}: ready")
+    return ours, plain
+
+
+def with_zero(setting: Setting, folder: Path, stage: int, tensor: int = 1) -> RunConfig:
+    config = folder / f"zero{stage}.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    return setting.run(folder, parallel={"tensor": tensor}, deepspeed=str(config))
+
+
+def median_ratio(above: list[float], below: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def measure_memory(setting: Setting, folder: Path, side: str) -> int:
@@ -86,16 +121,13 @@ def measure_memory(setting: Setting, folder: Path, side: str) -> int:
     return peak_bytes(CPU) - before
 
 
-def measure_grid(setting: Setting, folder: Path, ranks: int, zero: int, tensor: int, rounds: int) -> list[float]:
-    """Tokens/s of each round, over all ranks. Two cores in any case."""
+def measure_grid(setting: Setting, folder: Path, ranks: int, tensor: int) -> list[float]:
+    """Tokens/s of two steps, over all ranks. Two cores in any case."""
     torch.set_num_threads(2 // ranks)
-    config = folder / f"zero{zero}.json"
-    config.write_text(json.dumps({"zero_optimization": {"stage": zero}}))
     with distributed_session(tensor=tensor) as topology:
-        run = setting.run(folder, parallel={"tensor": tensor}, deepspeed=str(config))
-        step, tokens = Ours(run, topology), setting.tokens * topology.data.size
+        step, tokens = Ours(with_zero(setting, folder, 1, tensor), topology), setting.tokens * topology.data.size
         step(), step()
-        return [tokens / seconds(step) for _ in range(rounds)]
+        return [tokens / seconds(step) for _ in range(2)]
 
 
 def in_own_process(**what: Any) -> Any:
@@ -110,33 +142,35 @@ def in_own_process(**what: Any) -> Any:
 
 
 def child(what: dict[str, Any]) -> object:
-    setting, folder = Setting(**what["setting"]), Path(what["folder"])
+    settings, folder = [Setting(**setting) for setting in what["settings"]], Path(what["folder"])
     match what["measure"]:
         case "speed":
-            return measure_speed(setting, folder, what["rounds"])
+            return measure_speed(settings, folder, what["rounds"], what["zero_stages"])
         case "memory":
-            return measure_memory(setting, folder, what["side"])
+            return measure_memory(settings[0], folder, what["side"])
         case _:
-            grid = what["grid"]
-            arguments = (setting, folder, grid["ranks"], grid["zero"], grid.get("tensor", 1), what["rounds"])
-            return run_ranks(grid["ranks"], measure_grid, *arguments)[0]
+            return run_ranks(what["ranks"], measure_grid, settings[0], folder, what["ranks"], what["tensor"])[0]
 
 
 def measure_all(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_text(folder, VOCAB_SIZES[args.model])
-    found: dict[str, Any] = {"model": args.model, "tokens": args.tokens, "lengths": {}, "grids": {}}
     settings = [Setting(args.model, length, LENGTHS[length], args.tokens) for length in args.lengths]
+    whole, first = ({"settings": list(map(vars, some)), "folder": str(folder)} for some in (settings, settings[:1]))
+    zero_stages = [] if args.skip_grids else [0, 1, 2, 3]
+    found = {"model": args.model, "tokens": args.tokens} | in_own_process(
+        measure="speed", rounds=args.rounds, zero_stages=zero_stages, **whole
+    )
     for setting in settings:
-        common = {"setting": vars(setting), "folder": str(folder), "rounds": args.rounds}
-        found["lengths"][str(setting)] = in_own_process(measure="speed", **common) | {
-            "peak_bytes": [in_own_process(measure="memory", side=side, **common) for side in ("ours", "plain")]
-        }
-        progress(f"{setting}: done")
+        found["lengths"][str(setting)]["peak_bytes"] = [
+            in_own_process(measure="memory", side=side, settings=[vars(setting)], folder=str(folder))
+            for side in ("ours", "plain")
+        ]
+        progress(f"{setting}: memory done")
     grids: dict[str, list[float]] = {name: [] for name in ({} if args.skip_grids else GRIDS)}
-    common = {"setting": vars(settings[0]), "folder": str(folder), "rounds": 2}
     for number in range(args.rounds):
         for name in grids:
-            grids[name] += in_own_process(measure="grid", grid=GRIDS[name], **common)
+            ranks, tensor = GRIDS[name]
+            grids[name] += in_own_process(measure="grid", ranks=ranks, tensor=tensor, **first)
         progress(f"grids: round {number + 1} of {args.rounds} done")
     found["grids"] = {name: statistics.median(speeds) for name, speeds in grids.items()}
     return found
