@@ -3,11 +3,10 @@
     python -m benchmarks.train [--model medium|paper] [--lengths 128 512] [--tokens 9216] [--rounds 3] [--skip-grids]
                                [--output speed.json] [--chart speed.svg] [--compare old.json]
 
-On this machine's CPU in float32, without dropout. In one process take turns: this trainer (`ours`) and the same model
-written plainly (`plain`, see benchmarks/plain) at each segment length, ours under every ZeRO stage at the first of the
-lengths, and the machine's own matrix products. So whatever else runs here slows all of them; a figure is the median of
-its rounds. Then peak memory, each in a process of its own, and the ways to use two cores. `--model paper` takes some
-10 GB for each length.
+On this machine's CPU in float32, without dropout. For each segment length take turns: this trainer (`ours`), the same
+model written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products. Then ours at all lengths,
+and under every ZeRO stage at the first of them. What takes turns is slowed alike by whatever else runs here; a figure
+is the median of its rounds. Then the ways to use two cores, and peak memory, each in processes of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ import torch
 from benchmarks.show import ONE_RANK, chart, difference, show
 from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, write_text
 from megatron_style.config.run import RunConfig
-from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.runtime.memory import forget_peak, peak_bytes
 from megatron_style.runtime.session import distributed_session
@@ -56,57 +53,44 @@ def matmul_rate(size: int = 2048) -> float:
     return 4 * 2 * size**3 / seconds(lambda: [left @ right for _ in range(4)])
 
 
-def measure_speed(settings: list[Setting], folder: Path, rounds: int, zero_stages: list[int]) -> dict[str, Any]:
-    """Everybody in turns. Ours and plain start from the same weights and must find the same loss."""
+def measure_speed(setting: Setting, folder: Path, rounds: int) -> dict[str, Any]:
+    """Ours, plain and the machine in turns. Both start from the same weights and must find the same loss."""
     with distributed_session(tensor=1) as topology:
-        sides = {str(setting): both_sides(setting, folder, topology) for setting in settings}
-        stages = {stage: Ours(with_zero(settings[0], folder, stage), topology) for stage in zero_stages}
-        for step in stages.values():
-            step(), step()
-        taken: dict[Any, list[float]] = defaultdict(list)
-        for number in range(rounds):
-            for name, steps in sides.items():
-                for side, step in zip(("ours", "plain"), steps, strict=True):
-                    taken[name, side].append(seconds(step))
-                taken[name, "matmul"].append(matmul_rate())
-            for stage, step in stages.items():
-                taken[stage].append(seconds(step))
-            progress(f"round {number + 1} of {rounds} done")
-    return {
-        "lengths": {str(setting): figures(setting, taken) for setting in settings},
-        "zero": {f"ZeRO {stage}": median_ratio(taken[0], taken[stage]) for stage in stages},
-    }
-
-
-def figures(setting: Setting, taken: dict[Any, list[float]]) -> dict[str, Any]:
-    ours, plain, matmul = (taken[str(setting), what] for what in ("ours", "plain", "matmul"))
+        run = setting.run(folder)
+        ours = Ours(run, topology)
+        plain = Plain(run, {name: weight.clone() for name, weight in ours.engine.model.state_dict().items()})
+        for _ in range(2):  # the second one has a full cache
+            torch.testing.assert_close(ours(), plain(), rtol=1e-4, atol=0)
+        taken = [(seconds(ours), seconds(plain), matmul_rate()) for _ in range(rounds)]
     work = setting.tokens * setting.flops_per_token
     return {
-        "tokens_per_second": [setting.tokens / statistics.median(side) for side in (ours, plain)],
-        "against_plain": median_ratio(plain, ours),
-        "share_of_matmul": median_ratio([work / took for took in ours], matmul),
-        "matmul_gflops": statistics.median(matmul) / 1e9,
+        "tokens_per_second": [setting.tokens / statistics.median(side[i] for side in taken) for i in (0, 1)],
+        "against_plain": statistics.median(plain / ours for ours, plain, _ in taken),
+        "share_of_matmul": statistics.median(work / ours / rate for ours, _, rate in taken),
+        "matmul_gflops": statistics.median(rate for *_, rate in taken) / 1e9,
     }
 
 
-def both_sides(setting: Setting, folder: Path, topology: Topology) -> tuple[Ours, Plain]:
-    run = setting.run(folder)
-    ours = Ours(run, topology)
-    plain = Plain(run, {name: weight.clone() for name, weight in ours.engine.model.state_dict().items()})
-    for _ in range(2):  # the second one has a full cache
-        torch.testing.assert_close(ours(), plain(), rtol=1e-4, atol=0)
-    progress(f"{setting}: ready")
-    return ours, plain
+def measure_ours(settings: list[Setting], folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """Tokens/s at every length, and under every ZeRO stage at the first of them; all in turns."""
+    with distributed_session(tensor=1) as topology:
+        runs = {str(setting): setting.run(folder) for setting in settings}
+        runs |= {f"ZeRO {stage}": with_zero(settings[0], folder, stage) for stage in range(4)}
+        steps = {name: Ours(run, topology) for name, run in runs.items()}
+        for step in steps.values():
+            step(), step()
+        taken = [{name: seconds(step) for name, step in steps.items()} for _ in range(rounds)]
+    speed = {name: settings[0].tokens / statistics.median(times[name] for times in taken) for name in steps}
+    return {
+        "ours": {str(setting): speed[str(setting)] for setting in settings},
+        "zero": {name: speed[name] for name in speed if name.startswith("ZeRO")},
+    }
 
 
 def with_zero(setting: Setting, folder: Path, stage: int, tensor: int = 1) -> RunConfig:
     config = folder / f"zero{stage}.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     return setting.run(folder, parallel={"tensor": tensor}, deepspeed=str(config))
-
-
-def median_ratio(above: list[float], below: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def measure_memory(setting: Setting, folder: Path, side: str) -> int:
@@ -145,7 +129,9 @@ def child(what: dict[str, Any]) -> object:
     settings, folder = [Setting(**setting) for setting in what["settings"]], Path(what["folder"])
     match what["measure"]:
         case "speed":
-            return measure_speed(settings, folder, what["rounds"], what["zero_stages"])
+            return measure_speed(settings[0], folder, what["rounds"])
+        case "ours":
+            return measure_ours(settings, folder, what["rounds"])
         case "memory":
             return measure_memory(settings[0], folder, what["side"])
         case _:
@@ -155,22 +141,24 @@ def child(what: dict[str, Any]) -> object:
 def measure_all(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_text(folder, VOCAB_SIZES[args.model])
     settings = [Setting(args.model, length, LENGTHS[length], args.tokens) for length in args.lengths]
-    whole, first = ({"settings": list(map(vars, some)), "folder": str(folder)} for some in (settings, settings[:1]))
-    zero_stages = [] if args.skip_grids else [0, 1, 2, 3]
-    found = {"model": args.model, "tokens": args.tokens} | in_own_process(
-        measure="speed", rounds=args.rounds, zero_stages=zero_stages, **whole
-    )
+    found: dict[str, Any] = {"model": args.model, "tokens": args.tokens, "lengths": {}, "ours": {}, "zero": {}}
+
+    def measured(some: list[Setting], **what: Any) -> Any:
+        return in_own_process(settings=list(map(vars, some)), folder=str(folder), rounds=args.rounds, **what)
+
     for setting in settings:
-        found["lengths"][str(setting)]["peak_bytes"] = [
-            in_own_process(measure="memory", side=side, settings=[vars(setting)], folder=str(folder))
-            for side in ("ours", "plain")
-        ]
-        progress(f"{setting}: memory done")
+        found["lengths"][str(setting)] = measured([setting], measure="speed") | {
+            "peak_bytes": [measured([setting], measure="memory", side=side) for side in ("ours", "plain")]
+        }
+        progress(f"{setting}: done")
     grids: dict[str, list[float]] = {name: [] for name in ({} if args.skip_grids else GRIDS)}
+    if grids:
+        found |= measured(settings, measure="ours")
+        progress("all lengths and ZeRO stages in turns: done")
     for number in range(args.rounds):
         for name in grids:
             ranks, tensor = GRIDS[name]
-            grids[name] += in_own_process(measure="grid", ranks=ranks, tensor=tensor, **first)
+            grids[name] += measured(settings[:1], measure="grid", ranks=ranks, tensor=tensor)
         progress(f"grids: round {number + 1} of {args.rounds} done")
     found["grids"] = {name: statistics.median(speeds) for name, speeds in grids.items()}
     return found
@@ -186,7 +174,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--tokens", type=int, default=9_216, help="a batch; a multiple of every length")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--skip-grids", action="store_true")
+    parser.add_argument("--skip-grids", action="store_true", help="only against plain, and memory")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     parser.add_argument("--chart", type=Path, metavar="FILE.svg")
     parser.add_argument("--compare", type=Path, metavar="OLD.json")
