@@ -7,6 +7,8 @@ On this machine's CPU in float32, without dropout. For each segment length take 
 model written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products. Then ours at all lengths,
 and under every ZeRO stage at the first of them. What takes turns is slowed alike by whatever else runs here; a figure
 is the median of its rounds. Then the ways to use two cores, and peak memory, each in processes of its own.
+
+Of `--model paper` all lengths and ZeRO stages at once do not fit into 24 GB: give one length and --skip-grids.
 """
 
 from __future__ import annotations
