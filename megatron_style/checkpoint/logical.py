@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,12 @@ class LogicalReader:
         return {} if scaler is None else vars(scaler)
 
     def learning_rate(self) -> float:
-        """Of the last update."""
-        return float(self._optimizer(self._any_rank())["param_groups"][0]["lr"])
+        """Return that of the last update; where groups of parameters have their own, the highest one."""
+        return max(float(group["lr"]) for group in self._optimizer(self._any_rank())["param_groups"])
+
+    def flat_weights(self, file: str) -> list[Tensor]:
+        """Return the float32 weights in one rank's file as they lie in it, group by group."""
+        return [group[_WEIGHT] for group in self._groups(file)]
 
     def _any_rank(self) -> dict[str, Any]:
         return _load(self._folder / next(iter(self._manifest.fragments)))
@@ -101,7 +105,8 @@ class LogicalReader:
         state = _load(self._folder / file)
         match self._manifest.grid["zero"]:
             case 0:
-                weights = [state["module"][name] for name in self._manifest.parameters]
+                in_order = sorted(self._manifest.fragments[file], key=lambda fragment: fragment.group)
+                weights = [state["module"][fragment.param] for fragment in in_order]
             case 3:
                 weights = state["optimizer_state_dict"]["fp32_flat_groups"]
             case _:
@@ -122,11 +127,14 @@ class LogicalReader:
         return inner
 
 
-def file_of(*, zero: int, data_rank: int, tensor_rank: int) -> str:
-    """DeepSpeed's name for the file with a rank's optimizer state and float32 weights."""
-    if zero == 0:
-        return f"mp_rank_{tensor_rank:02d}_model_states.pt"
-    return f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
+def file_of(names: Iterable[str], *, zero: int, data_rank: int, tensor_rank: int) -> str:
+    """Return the file with a rank's optimizer state and float32 weights. DeepSpeed's name for it begins with the
+    precision in some, so it is looked for among the files that were written."""
+    ending = f"mp_rank_{tensor_rank:02d}_model_states.pt"
+    if zero > 0:
+        ending = f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
+    (name,) = (name for name in names if name.endswith(ending))
+    return name
 
 
 def tensor_rank_of(file: str) -> int:

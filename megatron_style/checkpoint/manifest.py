@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Manifest:
     vocab_size: int
     corpus_tokens: int
     grid: Mapping[str, int]  # data, tensor, zero
-    parameters: Mapping[str, Layout]  # in the optimizer's order
+    parameters: Mapping[str, Layout]  # in the model's order
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file
     files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
 
@@ -59,9 +59,17 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder}: is of format {format_version}; this version reads format {FORMAT}")
     data["history"] = tuple((step, tokens) for step, tokens in data["history"])
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
-    data["fragments"] = {name: tuple(Fragment(*row) for row in rows) for name, rows in data["fragments"].items()}
     data["files"] = {name: (size, digest) for name, (size, digest) in data["files"].items()}
+    data["fragments"] = {
+        _written_name(name, data["files"]): tuple(Fragment(*row) for row in rows)
+        for name, rows in data["fragments"].items()
+    }
     return Manifest(**data)
+
+
+def _written_name(name: str, written: Iterable[str]) -> str:
+    """Return the file that is meant: earlier versions left out the precision with which DeepSpeed begins its names."""
+    return next((file for file in written if file.endswith(name)), name)
 
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:

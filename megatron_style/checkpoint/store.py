@@ -8,7 +8,7 @@ done; `latest` is moved last. So a kill at any moment leaves the checkpoints bef
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from megatron_style.checkpoint.logical import LogicalReader, file_of
 from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, digest_of, read_manifest
+from megatron_style.checkpoint.proof import difference, gap
 from megatron_style.checkpoint.start import Progress, Start, check_same_model
 from megatron_style.config.command import log
 from megatron_style.config.errors import RunFailed, UserError
@@ -85,7 +86,7 @@ class CheckpointStore:
                 f"{folder}: with these stages and data its {manifest.step} steps would have read other text, so going "
                 f"on would lose or repeat some; put back what was changed, or choose another output.path"
             )
-        if manifest.grid == grid_of(engine, self._topology):
+        if self._lies_alike(manifest, engine):
             engine.load(folder.parent, folder.name)
         elif "scheduler" in manifest.ds_config:
             raise UserError(
@@ -97,9 +98,19 @@ class CheckpointStore:
             engine.load_logical(reader.read, reader.loss_scaler())
         return Progress(manifest.step, self._read_caches(folder, manifest, engine, schedule))
 
+    def _lies_alike(self, manifest: Manifest, engine: TrainingEngine) -> bool:
+        """True if every rank finds its flat tensors as it would write them, so that DeepSpeed itself can read them."""
+        if manifest.grid != grid_of(engine, self._topology):
+            return False
+        mine = engine.fragments()
+        alike = not mine or tuple(mine) == manifest.fragments.get(self._my_file(manifest.files, engine))
+        return all(_gather(alike))
+
     def save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
         try:
             self._save(engine, progress, schedule)
+        except RunFailed:
+            raise
         except (OSError, RuntimeError) as error:  # torch's writer has no error of its own for a full disk
             reason = str(error).split("\n")[0][:200]
             raise RunFailed(
@@ -119,8 +130,10 @@ class CheckpointStore:
             self._write_caches(aside, progress.caches)
         dist.barrier()  # all files are there
         parts = _gather(self._describe(aside, engine))
+        manifest = self._manifest(parts, engine, progress, schedule)
+        self._prove(aside, manifest, engine)
         if self._topology.is_first:
-            self._manifest(parts, engine, progress, schedule).write(aside)
+            manifest.write(aside)
             sync(aside / FILE)
             sync(aside)
             if (self._folder / name).exists():  # of a run that was set back by hand
@@ -130,19 +143,36 @@ class CheckpointStore:
             self._prune()
         dist.barrier()
 
+    def _prove(self, folder: Path, manifest: Manifest, engine: TrainingEngine) -> None:
+        """Compare what was written with what the engine computes with; a checkpoint that differs is never seen."""
+        problem = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
+        if self._topology.is_first:
+            problem = problem or gap(manifest)
+        told = next((each for each in _gather(problem) if each), None)
+        if told is None:
+            return
+        if self._topology.is_first:
+            self._sweep()
+        raise RunFailed(
+            f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {told}; those before it are "
+            f"intact: leave out what is unusual in {self._run.deepspeed or 'the run file'}, and report it"
+        )
+
     def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:
         """This rank's share of the manifest: digests of some files, and the fragments of its own."""
         names = sorted(path.name for path in folder.iterdir())
         mine = names[dist.get_rank() :: dist.get_world_size()]
         with ThreadPoolExecutor() as threads:  # the disk is busy with one file while another is read
             list(threads.map(sync, (folder / name for name in mine)))
-        data, tensor = self._topology.data.rank, self._topology.tensor.rank
         found = engine.fragments()
-        file = file_of(zero=engine.zero_stage, data_rank=data, tensor_rank=tensor)
         return {
             "files": {name: ((folder / name).stat().st_size, digest_of(folder / name)) for name in mine},
-            "fragments": {file: tuple(found)} if found else {},
+            "fragments": {self._my_file(names, engine): tuple(found)} if found else {},
         }
+
+    def _my_file(self, names: Iterable[str], engine: TrainingEngine) -> str:
+        data, tensor = self._topology.data.rank, self._topology.tensor.rank
+        return file_of(names, zero=engine.zero_stage, data_rank=data, tensor_rank=tensor)
 
     def _manifest(
         self, parts: Sequence[dict[str, Any]], engine: TrainingEngine, progress: Progress, schedule: StageSchedule

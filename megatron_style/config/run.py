@@ -72,6 +72,7 @@ class OptimizerConfig(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
     eps: PositiveFloat = 1e-8  # adamw
     weight_decay: NonNegativeFloat = 0.0
+    decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices, with nag all as in the reference
     clip_norm: PositiveFloat | None = None  # default: 0.1
     max_skipped: PositiveInt = 50  # so many updates in a row without a finite gradient end the run
 

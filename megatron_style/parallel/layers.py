@@ -57,7 +57,7 @@ class VocabParallelTable(nn.Module):
     def __init__(self, tokens: int, width: int, *, axis: Axis, weight: Draw) -> None:
         super().__init__()
         self.axis, self.tokens = axis, tokens
-        self.weight = parameter(Layout((tokens, width), 0, weight), axis)
+        self.weight = parameter(Layout((tokens, width), 0, weight, is_table=True), axis)
 
     def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the ids (counted from this table's first) this rank holds, and their vectors. Ids on the host are

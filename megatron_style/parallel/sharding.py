@@ -23,6 +23,12 @@ class Layout:
     shape: tuple[int, ...]
     shard_dim: int | None = None  # None: every rank holds all of it
     draw: Draw | None = None  # None: the module that made it has initialised it
+    is_table: bool = False  # its rows are vectors of tokens
+
+    @property
+    def decays(self) -> bool:
+        """True for the matrices that weight decay is meant for: not for norms, biases and vectors of tokens."""
+        return len(self.shape) > 1 and not self.is_table
 
     def shard_shape(self, ways: int) -> tuple[int, ...]:
         shape = list(self.shape)

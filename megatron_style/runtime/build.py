@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from megatron_style.config.run import RunConfig
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.ds_config import check_one_home, clip_norm, complete_ds_config, read_ds_config
 from megatron_style.runtime.engine import TrainingEngine
-from megatron_style.runtime.optimizer import make_optimizer
+from megatron_style.runtime.optimizer import make_optimizer, parameter_groups
 from megatron_style.schedule.stages import StageSchedule
 
 
@@ -18,10 +22,13 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
     ds_config = complete_ds_config(user, run, schedule.stages, data_parallel=topology.data.size)
     model = Shortformer(run.model, vocab_size, topology.tensor, recompute=run.parallel.recompute)
     initialise(model, run.seed, topology.tensor)
-    optimizer = None
-    if "optimizer" not in user:
+    optimizer: torch.optim.Optimizer | list[dict[str, Any]]
+    if "optimizer" in user:
+        weight_decay = user["optimizer"].get("params", {}).get("weight_decay")
+        optimizer = parameter_groups(model, run.optimizer.decay or "matrices", weight_decay)
+    else:
         offload = user.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-        optimizer = make_optimizer(run.optimizer, model.parameters(), on_cpu=offload == "cpu")
+        optimizer = make_optimizer(run.optimizer, model, on_cpu=offload == "cpu")
     return TrainingEngine(
         model,
         optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,25 +35,27 @@ class TrainingEngine:
     def __init__(
         self,
         model: Shortformer,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | list[dict[str, Any]],
         ds_config: dict[str, Any],
         topology: Topology,
         *,
         clip_norm: float,
         max_skipped: int,
     ) -> None:
-        """Without an optimizer, the ds_config must have one."""
+        """Groups of parameters in place of an optimizer are those of the ds_config's own one."""
+        has_own = isinstance(optimizer, list)
         self._topology, self._clip_norm = topology, clip_norm
         self._skipped_in_a_row, self._max_skipped = 0, max_skipped
         with _without_warnings():  # of an optimizer that DeepSpeed has not tested with ZeRO; we have
             self._engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=optimizer,
-                model_parameters=None if optimizer else model.parameters(),
+                optimizer=None if has_own else optimizer,
+                model_parameters=optimizer if has_own else None,
                 config=ds_config,
                 mpu=_MpuView(topology),
                 dist_init_required=False,
             )
+        self._shares = _shares(self._engine.optimizer.param_groups)
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -99,9 +101,10 @@ class TrainingEngine:
     def _step(self, learning_rate: float | None) -> Update:
         groups = self._engine.optimizer.param_groups
         if learning_rate is None:
-            learning_rate = float(groups[0]["lr"])
-        for group in groups:
-            group["lr"] = learning_rate
+            learning_rate = max(float(group["lr"]) for group in groups)
+        else:
+            for group, share in zip(groups, self._shares, strict=True):
+                group["lr"] = learning_rate * share
         if self.zero_stage == 0:
             norm, applied = self._step_by_hand()
         else:
@@ -179,6 +182,13 @@ class TrainingEngine:
         if getattr(self._engine.optimizer, "dynamic_loss_scale", False):
             vars(self._engine.optimizer.loss_scaler).update(loss_scaler)
 
+    def working_weight(self, name: str) -> Tensor:
+        """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks ask for
+        the same one: ZeRO 3 gathers it from them."""
+        param = self.model.get_parameter(name)
+        with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
+            return param.detach().clone()
+
     def full_weights(self) -> dict[str, Tensor]:
         """Every logical parameter in float32 on the first rank; empty on the others. All ranks call it together."""
         weights = {}
@@ -187,6 +197,12 @@ class TrainingEngine:
             if self._topology.is_first:
                 weights[name] = full.cpu().clone()
         return weights
+
+
+def _shares(groups: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Return each group's learning rate as a share of the highest, which is the one that a schedule sets."""
+    highest = max(group["lr"] for group in groups)
+    return tuple(group["lr"] / highest if highest else 1.0 for group in groups)
 
 
 @contextmanager

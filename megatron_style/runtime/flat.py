@@ -33,7 +33,7 @@ def flat_groups(engine: Any) -> list[FlatGroup]:
     optimizer = engine.optimizer
     match engine.zero_optimization_stage():
         case 0:
-            return [FlatGroup(param.data, optimizer.state[param]) for param in engine.module.parameters()]
+            return [FlatGroup(param.data, optimizer.state[param]) for param in _parameters_in_order(optimizer)]
         case 3:
             flats = optimizer.fp32_partitioned_groups_flat
         case _:
@@ -44,23 +44,35 @@ def flat_groups(engine: Any) -> list[FlatGroup]:
 def fragments(engine: Any, *, data_rank: int) -> list[Fragment]:
     match engine.zero_optimization_stage():
         case 0:
-            named = list(engine.module.named_parameters()) if data_rank == 0 else []  # the others hold the same
-            return [Fragment(name, i, 0, param.numel(), 0) for i, (name, param) in enumerate(named)]
+            return _unsliced_fragments(engine) if data_rank == 0 else []  # the others hold the same
         case 3:
             return _partitioned_fragments(engine, data_rank)
         case _:
-            return _sliced_fragments(engine.module)
+            return _sliced_fragments(engine)
 
 
-def _sliced_fragments(module: nn.Module) -> list[Fragment]:
-    """ZeRO 1 and 2 lay all parameters end to end and cut that into equal slices."""
+def _unsliced_fragments(engine: Any) -> list[Fragment]:
+    names = {param: name for name, param in engine.module.named_parameters()}
+    params = _parameters_in_order(engine.optimizer)
+    return [Fragment(names[param], i, 0, param.numel(), 0) for i, param in enumerate(params)]
+
+
+def _sliced_fragments(engine: Any) -> list[Fragment]:
+    """ZeRO 1 and 2 lay the parameters of each optimizer group end to end and cut that into equal slices."""
+    names = {param: name for name, param in engine.module.named_parameters()}
     found = []
-    for name, param in module.named_parameters():
-        mapping = param._hp_mapping  # type: ignore[attr-defined]
-        if mapping is not None:
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            found.append(Fragment(name, 0, here.start, here.numel, there.start))
+    for group, params in enumerate(engine.optimizer.bit16_groups):
+        for param in params:
+            mapping = param._hp_mapping
+            if mapping is not None:
+                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+                found.append(Fragment(names[param], group, here.start, here.numel, there.start))
     return found
+
+
+def _parameters_in_order(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters as torch numbers them when it saves an optimizer's state: group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from megatron_style.config.run import OptimizerConfig
+from megatron_style.parallel.sharding import layout_of
 
 
 class NAG(torch.optim.SGD):
@@ -23,10 +24,16 @@ class NAG(torch.optim.SGD):
     With v = -lr' u this is  u = mu u + g,  p -= lr (g + mu u):  Nesterov momentum in units of the gradient, which needs
     no record of the last learning rate. Weight decay is decoupled from the gradient, as in the reference."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float,
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=True)
         for group in self.param_groups:
-            group["decay"] = weight_decay
+            group.setdefault("decay", weight_decay)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -38,12 +45,25 @@ class NAG(torch.optim.SGD):
         return super().step(closure)
 
 
-def make_optimizer(config: OptimizerConfig, params: Iterable[nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
+def make_optimizer(config: OptimizerConfig, model: nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
     """`on_cpu`: ZeRO keeps the optimizer's state in host memory, where DeepSpeed's own Adam is much faster."""
     if (config.name or "nag") == "nag":
+        params = parameter_groups(model, config.decay or "all", config.weight_decay, key="decay")
         return NAG(params, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay)
     kind = DeepSpeedCPUAdam if on_cpu else partial(torch.optim.AdamW, fused=True)
+    params = parameter_groups(model, config.decay or "matrices", config.weight_decay)
     made: torch.optim.Optimizer = kind(
         params, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )
     return made
+
+
+def parameter_groups(
+    model: nn.Module, decay: Literal["matrices", "all"], weight_decay: float | None, *, key: str = "weight_decay"
+) -> list[dict[str, Any]]:
+    """Return one group, or a second one of those that do not decay. `None`: the optimizer has a decay of its own."""
+    params = list(model.parameters())
+    if decay == "all" or weight_decay == 0:
+        return [{"params": params}]
+    kept = [param for param in params if not layout_of(param).decays]
+    return [{"params": [param for param in params if layout_of(param).decays]}, {"params": kept, key: 0.0}]

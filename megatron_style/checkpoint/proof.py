@@ -1,0 +1,68 @@
+"""A save proves itself: what the map says about the written files must be what the engine computes with."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+
+from megatron_style.checkpoint.logical import LogicalReader, tensor_rank_of
+from megatron_style.checkpoint.manifest import Manifest
+from megatron_style.parallel.randomness import derive_key
+from megatron_style.parallel.sharding import Layout
+from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.runtime.flat import Fragment
+
+MOST_ELEMENTS = 2**28  # of a tensor rank's shards are compared in one save; a larger model is sampled, in turns
+
+
+def difference(folder: Path, manifest: Manifest, engine: TrainingEngine, file: str) -> str | None:
+    """Say where this rank's file contradicts the model, if anywhere. Each rank reads back its own file only: together
+    they see all. They walk through the same parameters, because ZeRO 3 gathers each."""
+    mine = {fragment.param: fragment for fragment in manifest.fragments[file]}  # a rank has one of a parameter at most
+    flat = LogicalReader(folder, manifest).flat_weights(file)
+    problem = None
+    for name in compared(manifest.parameters, manifest.step, ways=manifest.grid["tensor"]):
+        working = engine.working_weight(name).view(-1)
+        if name not in mine:
+            continue
+        fragment = mine[name]
+        written = flat[fragment.group].view(-1)[fragment.start : fragment.start + fragment.count]
+        held = working[fragment.offset : fragment.offset + fragment.count].cpu()
+        if not written.to(held.dtype).equal(held):
+            problem = problem or f"{file} has other numbers for {name} than the model"
+    return problem
+
+
+def gap(manifest: Manifest) -> str | None:
+    """Say which part of a parameter no fragment holds, or more than one, if there is any."""
+    held: dict[tuple[str, int], list[Fragment]] = defaultdict(list)
+    for file, fragments in manifest.fragments.items():
+        for fragment in fragments:
+            held[fragment.param, tensor_rank_of(file)].append(fragment)
+    ways = manifest.grid["tensor"]
+    for (name, layout), rank in product(manifest.parameters.items(), range(ways)):
+        end = 0
+        for fragment in sorted(held[name, rank], key=lambda fragment: fragment.offset):
+            if fragment.offset != end:
+                break
+            end += fragment.count
+        if end != math.prod(layout.shard_shape(ways)):
+            return f"the map has {name} of tensor rank {rank} up to element {end} only"
+    return None
+
+
+def compared(parameters: Mapping[str, Layout], step: int, *, ways: int, most: int = MOST_ELEMENTS) -> list[str]:
+    """Choose the parameters that this save compares: all of a small model; of a large one some, others each time."""
+    names = list(parameters)
+    first = derive_key("proof", step) % len(names)
+    chosen: list[str] = []
+    elements = 0
+    for name in names[first:] + names[:first]:
+        elements += math.prod(parameters[name].shard_shape(ways))
+        if chosen and elements > most:
+            break
+        chosen.append(name)
+    return chosen
