@@ -68,8 +68,8 @@ def train(run: RunConfig) -> None:
                     journal.stage_opens(plan)
                 begin = time.monotonic()
                 loss, caches = accumulate_gradients(engine, corpus, plan, progress.caches, topology, run.seed)
+                progress = Progress(step + 1, caches)  # before the update, which needs the memory of the old caches
                 update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
-                progress = Progress(step + 1, caches)
 
                 stage_ends, reason = schedule.closes_stage(step), stop.agreed()
                 saves = due(progress.step, run.output.save_every) or stage_ends or reason is not None

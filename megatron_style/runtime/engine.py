@@ -21,7 +21,15 @@ from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import layout_of, layouts_of, shard_of, unshard
 from megatron_style.parallel.topology import Axis, Topology
-from megatron_style.runtime.flat import Fragment, flat_groups, fragments, refresh_weights, write_fragment
+from megatron_style.runtime.flat import (
+    Fragment,
+    flat_groups,
+    fragments,
+    refresh_weights,
+    state_of_first_step,
+    without_optimizer,
+    write_fragment,
+)
 
 
 @dataclass(frozen=True)
@@ -124,22 +132,25 @@ class TrainingEngine:
         return norm, True
 
     @contextmanager
-    def discarded_update(self) -> Iterator[None]:
-        """For gradients that are not meant: made infinite, they are dropped like any that is not finite. What counts
-        along in DeepSpeed is put back, so that the training state is as before, bit for bit."""
-        counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-        before = {name: getattr(self._engine, name) for name in counters}
-        scaler = copy.deepcopy(getattr(self._engine.optimizer, "loss_scaler", None))
-        monitored, self._engine.monitor.enabled = self._engine.monitor.enabled, False
+    def rehearsed_update(self) -> Iterator[None]:
+        """Do all of an update but the optimizer's own step, after the gradients made in this context, which have to be
+        zero. The training state stays as it was, bit for bit; what the step would allocate is allocated meanwhile."""
+        engine = self._engine
+        counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "lr_scheduler")
+        before = {name: getattr(engine, name) for name in counters}
+        scaler = copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None))
+        monitored, engine.monitor.enabled = engine.monitor.enabled, False
+        engine.lr_scheduler = None
+        held = state_of_first_step(engine)
         yield
-        with _without_warnings():  # of the overflow
-            update = self._step(None)
-        assert not update.applied
+        with without_optimizer(engine):
+            self._step(None)
         for name, value in before.items():
-            setattr(self._engine, name, value)
+            setattr(engine, name, value)
         if scaler is not None:
-            self._engine.optimizer.loss_scaler = scaler
-        self._engine.monitor.enabled = monitored
+            engine.optimizer.loss_scaler = scaler
+        held.clear()
+        engine.monitor.enabled = monitored
 
     def tell_monitors(self, values: Mapping[str, float]) -> None:
         """To whatever the ds_config switches on (`csv_monitor`, `tensorboard`, `wandb`, `comet`), which DeepSpeed tells

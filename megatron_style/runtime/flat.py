@@ -6,6 +6,10 @@ of its own. With the fragments of all ranks, a checkpoint can be read without De
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +93,40 @@ def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:
                 found.append(Fragment(names[param], group, start, count, offset))
             start += part
     return found
+
+
+@contextmanager
+def without_optimizer(engine: Any) -> Iterator[None]:
+    """Let an update pass without the optimizer's own step, which alone changes the training state."""
+    optimizer = engine.optimizer
+    names = ("_optimizer_step", "_commit_muon_momentum") if engine.zero_optimization_stage() else ("step",)
+    replaced = [name for name in names if hasattr(optimizer, name)]
+    for name in replaced:
+        setattr(optimizer, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            delattr(optimizer, name)  # the method of the class is seen again
+
+
+def state_of_first_step(engine: Any) -> list[Tensor]:
+    """Return tensors like those that the optimizer's first step will make; none when it has made them already. What it
+    keeps for a flat tensor is found by a step on one element."""
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if any(base.state.values()):
+        return []
+    held = []
+    for group in flat_groups(engine):
+        element = nn.Parameter(group.weights.new_zeros(1))
+        element.grad = torch.zeros_like(element)
+        trial = copy.copy(base)
+        trial.param_groups = [{**base.param_groups[0], "params": [element]}]
+        trial.state = defaultdict(dict)
+        trial.step()
+        kept = [value for value in trial.state[element].values() if isinstance(value, Tensor) and value.dim()]
+        held += [torch.zeros_like(group.weights, dtype=value.dtype) for value in kept]
+    return held
 
 
 def refresh_weights(engine: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,6 +17,9 @@ from megatron_style.schedule.stages import Stage
 
 def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
     """Each stage with its peak of memory in bytes, the largest first. Leaves the training state as it was."""
+    if engine.zero_stage == 3 and stages:
+        # Its first pass, which records the order of the weights, keeps more of them gathered than any later one.
+        rehearse(engine, replace(stages[0], segment_length=1, cache_length=0, rows=1, micro_rows=1))
     for stage in sorted(stages, key=_attention_cost, reverse=True):
         with peak_memory(engine.device) as peak:
             try:
@@ -28,15 +32,24 @@ def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple
 
 
 def rehearse(engine: TrainingEngine, stage: Stage) -> None:
-    """A second micro-batch, where there is one, meets the gradients of the first in memory."""
+    """Hold what a step holds: the caches of all micro-batches, old and new, gradients, and what the update allocates.
+    Two micro-batches are computed, so that the second meets the gradients of the first; of the rest only caches."""
     ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
-    empty = engine.model.empty_cache(stage.micro_rows, stage.cache_length)
-    full = tuple(layer.new_zeros(stage.micro_rows, stage.cache_length, layer.shape[-1]) for layer in empty.layers)
     noise = Noise(derive_key("preflight"))
-    with engine.discarded_update():
-        for is_last in (False, True) if stage.accumulation > 1 else (True,):
-            nll, _ = engine.forward(ids, ids, SegmentCache(full, stage.cache_length), noise)
-            engine.accumulate(nll.sum() * float("inf"), is_last=is_last)
+    caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]
+    following = [_full_cache(engine, stage) for _ in range(stage.accumulation - 2)]
+    with engine.rehearsed_update():
+        for micro in range(min(2, stage.accumulation)):
+            nll, cache = engine.forward(ids, ids, caches[micro], noise)
+            engine.accumulate(nll.sum() * 0.0, is_last=micro == 1 or stage.accumulation == 1)
+            following.append(cache)
+        caches.clear()  # as in a step, the update does not meet them any more
+
+
+def _full_cache(engine: TrainingEngine, stage: Stage) -> SegmentCache:
+    empty = engine.model.empty_cache(stage.micro_rows, stage.cache_length)
+    full = (layer.new_zeros(stage.micro_rows, stage.cache_length, layer.shape[-1]) for layer in empty.layers)
+    return SegmentCache(tuple(full), stage.cache_length)
 
 
 def _attention_cost(stage: Stage) -> int:
