@@ -35,7 +35,7 @@ from megatron_style.runtime.flat import (
 @dataclass(frozen=True)
 class Update:
     learning_rate: float
-    grad_norm: float  # before clipping
+    grad_norm: Tensor | float  # before clipping; on the device, so that nobody waits for a norm that is not shown
     applied: bool  # false when the gradient was not finite
 
 
@@ -113,11 +113,12 @@ class TrainingEngine:
         else:
             for group, share in zip(groups, self._shares, strict=True):
                 group["lr"] = learning_rate * share
+        norm: Tensor | float
         if self.zero_stage == 0:
             norm, applied = self._step_by_hand()
         else:
             self._engine.step()
-            norm, applied = float(self._engine.get_global_grad_norm()), self._engine.was_step_applied()
+            norm, applied = self._engine.get_global_grad_norm(), self._engine.was_step_applied()
         return Update(learning_rate, norm, applied)
 
     def _step_by_hand(self) -> tuple[float, bool]:

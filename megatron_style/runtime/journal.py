@@ -7,6 +7,7 @@ import json
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from megatron_style.config.command import log
@@ -93,9 +94,9 @@ class Journal:
         self._skipped += not update.applied
         self._stage_seconds += seconds
         if show or not update.applied:
-            mean = self._topology.data.sum(loss).item()
+            mean, norm = self._read(loss, update)
             if self._writes:
-                self._show(plan, mean, update)
+                self._show(plan, mean, norm, update)
         elif self._writes:
             self._console.after(plan.step + 1)
 
@@ -107,13 +108,19 @@ class Journal:
             self._record("sample", step, tokens=totals.tokens, prompt=found.prompt, text=found.text)
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
 
-    def _show(self, plan: StepPlan, loss: float, update: Update) -> None:
+    def _read(self, loss: Tensor, update: Update) -> tuple[float, float]:
+        """Return the loss over all ranks and the gradient norm, in one wait for the device."""
+        norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.device)
+        mean, norm = torch.stack([self._topology.data.sum(loss).double(), norm]).tolist()
+        return mean, norm
+
+    def _show(self, plan: StepPlan, loss: float, grad_norm: float, update: Update) -> None:
         totals, device = self._totals, self._engine.device
         lately, self._shown = totals.since(self._shown), totals
         memory = peak_bytes(device)
         forget_peak(device)
         event = self._record(
-            "train", plan.step + 1, stage=plan.stage.index, loss=loss, grad_norm=update.grad_norm,
+            "train", plan.step + 1, stage=plan.stage.index, loss=loss, grad_norm=grad_norm,
             learning_rate=update.learning_rate, skipped=self._skipped, tokens=totals.tokens,
             tokens_per_second=lately.tokens / lately.seconds, stage_seconds=self._stage_seconds,
             seconds=totals.seconds, flops=totals.flops, flops_per_second=lately.flops / lately.seconds,

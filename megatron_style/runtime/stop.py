@@ -11,23 +11,36 @@ import torch.distributed as dist
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send before they kill
 _NOT_YET, _SIGNALLED, _OUT_OF_TIME = range(3)
+_REASONS = (None, "a signal asked for it", "output.stop_after is over")
 
 
 class StopRequest:
+    """The ranks agree about a request while the next step computes, so that no step waits for it: they leave after the
+    step that follows it."""
+
     def __init__(self, *, after_seconds: float | None, device: torch.device) -> None:
-        self._verdict, self._device = _NOT_YET, device
+        self._asked = _NOT_YET
         self._deadline = None if after_seconds is None else time.monotonic() + after_seconds
+        self._verdict = torch.zeros((), dtype=torch.int32, device=device)
+        self._on_host = torch.zeros((), dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._copied = None if device.type == "cpu" else torch.Event(device)
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 
     def agreed(self) -> str | None:
-        """Why to stop after this step, the same on every rank; None to go on."""
+        """Return why to stop after this step, the same on every rank; None to continue. Called once in a step."""
+        if self._copied is not None:
+            self._copied.synchronize()  # it was recorded a step ago
+        found = _REASONS[int(self._on_host.numpy())]
         if self._deadline is not None and time.monotonic() > self._deadline:
-            self._verdict = max(self._verdict, _OUT_OF_TIME)
-        verdict = torch.tensor(self._verdict, device=self._device)
-        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)
-        return (None, "a signal asked for it", "output.stop_after is over")[int(verdict)]
+            self._asked = max(self._asked, _OUT_OF_TIME)
+        self._verdict.fill_(self._asked)
+        dist.all_reduce(self._verdict, op=dist.ReduceOp.MAX)
+        self._on_host.copy_(self._verdict, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        return found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self._verdict = max(self._verdict, _SIGNALLED)
+        self._asked = max(self._asked, _SIGNALLED)

@@ -157,7 +157,7 @@ def follow_c2(run: RunConfig, updates: list[dict[str, Any]]) -> list[tuple[float
             engine.accumulate(loss / update["ntokens"], is_last=True)
             rate = learning_rate_at(update["update"], run.optimizer.learning_rate, schedule.total_steps)
             assert rate is not None
-            found.append((rate, loss.item(), engine.update(rate).grad_norm))
+            found.append((rate, loss.item(), float(engine.update(rate).grad_norm)))
     return [(progress.step, 0, 0), *found]
 
 
