@@ -40,6 +40,11 @@ class Manifest:
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file
     files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
 
+    @property
+    def optimizer(self) -> str:
+        """Return the name of the optimizer, of whichever file it is in."""
+        return optimizer_name(self.run["optimizer"]["name"], self.ds_config)
+
     def write(self, folder: Path) -> None:
         data = {
             "format": FORMAT,
@@ -65,6 +70,12 @@ def read_manifest(folder: Path) -> Manifest:
         for name, rows in data["fragments"].items()
     }
     return Manifest(**data)
+
+
+def optimizer_name(in_run_file: str | None, ds_config: Mapping[str, Any]) -> str:
+    if "optimizer" in ds_config:
+        return str(ds_config["optimizer"]["type"]).lower()
+    return in_run_file or "nag"
 
 
 def _written_name(name: str, written: Iterable[str]) -> str:

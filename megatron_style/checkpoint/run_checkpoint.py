@@ -13,6 +13,12 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.schedule.stages import resolve_stage
 
+_MOVABLE = {
+    "nag": "nag",
+    "adamw": "adamw",
+    "adam": "adamw",
+}  # whose state other forms can hold; DeepSpeed's Adam is AdamW
+
 
 def recognises(path: Path) -> bool:
     """A run's folder, its `checkpoints` folder, or one `global_stepN`."""
@@ -29,7 +35,7 @@ def read(path: Path) -> ModelSource:
         _config(run, manifest, reader.learning_rate()),
         reader.weight,
         lambda: tokenizer_beside(run.data.train),
-        reader.state,
+        reader.state if manifest.optimizer in _MOVABLE else None,
     )
 
 
@@ -65,12 +71,13 @@ def _config(run: RunConfig, manifest: Manifest, learning_rate: float) -> ModelFo
         "segment_length": last.segment_length,
         "cache_length": last.cache_length,
         "step": manifest.step,
-        "training": {
-            "optimizer": run.optimizer.name or "nag",
+    }
+    if manifest.optimizer in _MOVABLE:
+        data["training"] = {
+            "optimizer": _MOVABLE[manifest.optimizer],
             "learning_rate": learning_rate,
             "momentum": run.optimizer.momentum,
             "weight_decay": run.optimizer.weight_decay,
             "epoch": 1 + manifest.tokens // manifest.corpus_tokens,
-        },
-    }
+        }
     return ModelFolderConfig.parse(data, source=str(manifest.run["output"]["path"]))

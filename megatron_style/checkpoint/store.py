@@ -20,7 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_style.checkpoint.logical import LogicalReader, file_of
-from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, digest_of, read_manifest
+from megatron_style.checkpoint.manifest import (
+    FILE,
+    Damaged,
+    Manifest,
+    check_file,
+    digest_of,
+    optimizer_name,
+    read_manifest,
+)
 from megatron_style.checkpoint.proof import difference, gap
 from megatron_style.checkpoint.start import Progress, Start, check_same_model
 from megatron_style.config.command import log
@@ -263,10 +271,11 @@ def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
 
 
 def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> None:
-    if (manifest.run["optimizer"]["name"] or "nag") != (run.optimizer.name or "nag"):
+    theirs, ours = manifest.optimizer, optimizer_name(run.optimizer.name, read_ds_config(run.deepspeed))
+    if theirs != ours:
         raise UserError(
-            f"{folder}: was trained with {manifest.run['optimizer']['name'] or 'nag'}; its state is of no use to "
-            f"{run.optimizer.name or 'nag'}: set optimizer.name back, or start a new run from an exported model"
+            f"{folder}: was trained with {theirs}, whose state is of no use to {ours}; set the optimizer back, or "
+            f"start a new run from an exported model"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +63,6 @@ class TrainingEngine:
                 mpu=_MpuView(topology),
                 dist_init_required=False,
             )
-        self._shares = _shares(self._engine.optimizer.param_groups)
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -111,8 +110,8 @@ class TrainingEngine:
         if learning_rate is None:
             learning_rate = max(float(group["lr"]) for group in groups)
         else:
-            for group, share in zip(groups, self._shares, strict=True):
-                group["lr"] = learning_rate * share
+            for group in groups:
+                group["lr"] = learning_rate
         norm: Tensor | float
         if self.zero_stage == 0:
             norm, applied = self._step_by_hand()
@@ -209,12 +208,6 @@ class TrainingEngine:
             if self._topology.is_first:
                 weights[name] = full.cpu().clone()
         return weights
-
-
-def _shares(groups: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
-    """Return each group's learning rate as a share of the highest, which is the one that a schedule sets."""
-    highest = max(group["lr"] for group in groups)
-    return tuple(group["lr"] / highest if highest else 1.0 for group in groups)
 
 
 @contextmanager

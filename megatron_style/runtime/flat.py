@@ -99,34 +99,34 @@ def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:
 def without_optimizer(engine: Any) -> Iterator[None]:
     """Let an update pass without the optimizer's own step, which alone changes the training state."""
     optimizer = engine.optimizer
-    names = ("_optimizer_step", "_commit_muon_momentum") if engine.zero_optimization_stage() else ("step",)
-    replaced = [name for name in names if hasattr(optimizer, name)]
-    for name in replaced:
-        setattr(optimizer, name, lambda *_: None)
+    name = "_optimizer_step" if engine.zero_optimization_stage() else "step"
+    setattr(optimizer, name, lambda *_: None)
     try:
         yield
     finally:
-        for name in replaced:
-            delattr(optimizer, name)  # the method of the class is seen again
+        delattr(optimizer, name)  # the method of the class is seen again
 
 
 def state_of_first_step(engine: Any) -> list[Tensor]:
-    """Return tensors like those that the optimizer's first step will make; none when it has made them already. What it
-    keeps for a flat tensor is found by a step on one element."""
+    """Return tensors like those that the optimizer's first step will make; none when it has made them already. What
+    torch's optimizers keep is found by a step on one element."""
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if any(base.state.values()):
         return []
-    held = []
-    for group in flat_groups(engine):
-        element = nn.Parameter(group.weights.new_zeros(1))
-        element.grad = torch.zeros_like(element)
-        trial = copy.copy(base)
-        trial.param_groups = [{**base.param_groups[0], "params": [element]}]
-        trial.state = defaultdict(dict)
-        trial.step()
-        kept = [value for value in trial.state[element].values() if isinstance(value, Tensor) and value.dim()]
-        held += [torch.zeros_like(group.weights, dtype=value.dtype) for value in kept]
-    return held
+    flats = [group.weights for group in flat_groups(engine)]
+    return [torch.zeros_like(flat, dtype=kept) for flat in flats for kept in _kept_per_element(base, flat)]
+
+
+def _kept_per_element(base: torch.optim.Optimizer, like: Tensor) -> list[torch.dtype]:
+    if type(base).__module__.startswith("deepspeed."):
+        return [like.dtype] * 2  # Adam's moments; none of DeepSpeed's own keeps more
+    element = nn.Parameter(like.new_zeros(1))
+    element.grad = torch.zeros_like(element)
+    trial = copy.copy(base)
+    trial.param_groups = [{**base.param_groups[0], "params": [element]}]
+    trial.state = defaultdict(dict)
+    trial.step()
+    return [value.dtype for value in trial.state[element].values() if isinstance(value, Tensor) and value.dim()]
 
 
 def refresh_weights(engine: Any) -> None:

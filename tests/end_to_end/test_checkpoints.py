@@ -37,10 +37,18 @@ def command(name: str, *args: object, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data", "zero"), [(1, 2, 1), (2, 1, 2), pytest.param(2, 2, 3, marks=pytest.mark.sweep), (1, 1, 0)]
+    ("tensor", "data", "zero", "half"),
+    [
+        (1, 2, 1, True),
+        (2, 1, 2, False),
+        (1, 1, 0, False),
+        pytest.param(2, 2, 3, False, marks=pytest.mark.sweep),
+        pytest.param(2, 2, 2, True, marks=pytest.mark.sweep),
+        pytest.param(2, 2, 3, True, marks=pytest.mark.sweep),
+    ],
 )
-def test_export_gives_the_model_that_the_run_gave(folder: Path, tensor: int, data: int, zero: int) -> None:
-    run = make_run(folder, tensor=tensor, data=data, zero=zero, steps=6)
+def test_export_gives_the_model_that_the_run_gave(folder: Path, tensor: int, data: int, zero: int, half: bool) -> None:
+    run = make_run(folder, tensor=tensor, data=data, zero=zero, steps=6, half=half)
     on_ranks(run, tensor * data)
     command("convert", "export", run.output.path / "checkpoints" / "global_step6", "--output", folder / "exported")
     ours, again = (load_file(path / "model.safetensors") for path in (run.output.path / "model", folder / "exported"))
@@ -64,10 +72,14 @@ def test_verify_tells_models_apart(folder: Path) -> None:
     assert result["largest_weight_difference"] > 0
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("zero", "half"),
+    [(1, True), (2, False), (3, True)]
+    + [pytest.param(*case, marks=pytest.mark.sweep) for case in ((1, False), (2, True), (3, False))],
+)
+def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, half: bool) -> None:
     """`zero_to_fp32`, at TP 1: it does not know tensor parallelism."""
-    run = make_run(folder, data=2, zero=zero, steps=6)
+    run = make_run(folder, data=2, zero=zero, steps=6, half=half)
     on_ranks(run, 2)
     code = "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as f; import sys, torch\n"
     code += "torch.save(dict(f(sys.argv[1], tag='global_step6')), sys.argv[2])"
@@ -79,18 +91,19 @@ def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int) -> 
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
-def test_reshard_writes_a_run_that_goes_on_there(folder: Path) -> None:
-    whole = make_run(folder, "whole", data=2, zero=2, steps=12)
+@pytest.mark.parametrize("half", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_reshard_writes_a_run_that_goes_on_there(folder: Path, half: bool) -> None:
+    whole = make_run(folder, "whole", data=2, zero=2, steps=12, half=half)
     on_ranks(whole, 2)
-    run = make_run(folder, data=2, zero=2, steps=12)
+    run = make_run(folder, data=2, zero=2, steps=12, half=half)
     on_ranks(run, 2, halt_after=5)
     command("convert", "reshard", run.output.path, "--tensor", 2, "--data", 1, "--output", folder / "moved")
     manifest = read_manifest(folder / "moved" / "checkpoints" / "global_step5")
     assert manifest.grid == {"data": 1, "tensor": 2, "zero": 2}
     (folder / "moved" / "metrics.jsonl").write_text((run.output.path / "metrics.jsonl").read_text())
-    moved = make_run(folder, "moved", tensor=2, zero=2, steps=12)
+    moved = make_run(folder, "moved", tensor=2, zero=2, steps=12, half=half)
     on_ranks(moved, 2)
-    expect_close(moved, whole)
+    expect_close(moved, whole, half=half)
     error = command(
         "convert", "reshard", run.output.path, "--tensor", 1, "--data", 5, "--output", folder / "no", code=2
     )

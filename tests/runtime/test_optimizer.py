@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_style.config.run import LearningRateConfig
-from megatron_style.runtime.optimizer import NAG
+from megatron_style.config.run import LearningRateConfig, OptimizerConfig
+from megatron_style.parallel.sharding import layout_of
+from megatron_style.runtime.optimizer import NAG, make_optimizer
 from megatron_style.schedule.learning_rate import learning_rate_at
 from tests.support.oracle import needs_oracle, recorded
+from tests.support.tiny import tiny_config, tiny_model
 
 
 @needs_oracle
@@ -78,3 +81,47 @@ def test_one_period_reaches_the_floor_at_the_last_step() -> None:
     assert rates[10] == max(rates) == 1.0
     assert rates[109] == pytest.approx(0.1, abs=1e-3)
     assert all(a >= b for a, b in pairwise(rates[10:110]))
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "tied", "untied"])
+def test_matrices_decay_and_nothing_else(kind: str) -> None:
+    """Not norms, biases and vectors of tokens: what every recipe for AdamW leaves out."""
+    config = tiny_config(kind)
+    model = tiny_model(config)
+    names = {param: name for name, param in model.named_parameters()}
+    optimizer = make_optimizer(OptimizerConfig(name="adamw", weight_decay=0.1), model, on_cpu=False)
+    decaying, kept = ([names[param] for param in group["params"]] for group in optimizer.param_groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert all(name.endswith((".weight", ".projection", "clusters")) for name in decaying)
+    assert not any("norm" in name or "table" in name for name in decaying)
+    assert all(name.endswith(".bias") or "norm" in name or "table" in name for name in kept)
+    assert len(decaying) + len(kept) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ({"name": "adamw"}, 1),  # nothing decays: one group
+        ({"name": "adamw", "weight_decay": 0.1, "decay": "all"}, 1),
+        ({"name": "nag", "weight_decay": 0.1}, 1),  # as in the reference
+        ({"name": "nag", "weight_decay": 0.1, "decay": "matrices"}, 2),
+    ],
+)
+def test_what_decays_can_be_chosen(settings: dict[str, Any], groups: int) -> None:
+    optimizer = make_optimizer(OptimizerConfig(**settings), tiny_model(tiny_config()), on_cpu=False)
+    assert len(optimizer.param_groups) == groups
+
+
+def test_nag_decays_matrices_only_when_asked() -> None:
+    model = tiny_model(tiny_config())
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    config = OptimizerConfig(name="nag", weight_decay=0.1, decay="matrices")
+    optimizer = make_optimizer(config, model, on_cpu=False)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        factor = 0.95 if layout_of(param).decays else 1.0
+        torch.testing.assert_close(param.detach(), before[name] * factor)
