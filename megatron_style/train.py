@@ -86,6 +86,7 @@ def train(run: RunConfig) -> None:
                 if reason and progress.step < schedule.total_steps:
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to go on")
             export(engine, run, corpus, schedule, topology)
+            engine.sum_up()
 
 
 def accumulate_gradients(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -18,7 +21,26 @@ from megatron_style.schedule.stages import Stage
 
 DEFAULT_CLIP_NORM = 0.1
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_SECTIONS = {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+_MODELS = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+    "comms_logger": CommsLoggerConfig,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CSVConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+}
+_PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}  # that a monitor needs
+# What DeepSpeed says about these, it says as information.
+_SPOKEN = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+    "flops_profiler",
+)
 
 
 def read_ds_config(path: Path | None) -> dict[str, Any]:
@@ -49,17 +71,36 @@ def complete_ds_config(
     return completed
 
 
+def speaks(user: dict[str, Any]) -> bool:
+    """True if the user wants to see what DeepSpeed says of itself."""
+    return any(user.get(key) for key in _SPOKEN)
+
+
+def explained(error: Exception, user: dict[str, Any], source: Path | None) -> UserError:
+    """Return what DeepSpeed raised as one line, with the key that it speaks of, if that can be told."""
+    reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+    key = next((path for path in _paths(user) if path.rpartition(".")[2] in reason), "")
+    return UserError(f"{source}: {key + ': ' if key else ''}DeepSpeed refuses it: {reason}; change or remove the key")
+
+
+def _paths(block: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a ds_config, the innermost first."""
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")
+        yield f"{prefix}{key}"
+
+
 def _check_sections(data: dict[str, Any], source: str) -> None:
-    for key, kind in _SECTIONS.items():
-        if key not in data:
-            continue
-        if not isinstance(data[key], dict):
-            raise UserError(f"{source}: {key} is {json.dumps(data[key])}; it must be an object, such as {{...}}")
+    for key, kind in _MODELS.items():
         try:
-            kind(**data[key])
+            kind(**data.get(key, {}))
         except ValueError as error:
             reason = " ".join(str(error).split("For further")[0].split())
             raise UserError(f"{source}: {key}: {reason}") from None
+    for key, package in _PACKAGES.items():
+        if data.get(key, {}).get("enabled") and find_spec(package) is None:
+            raise UserError(f"{source}: {key} needs the package {package}; `pip install {package}`, or remove the key")
     clipping = data.get("gradient_clipping", "auto")
     if clipping != "auto" and not (isinstance(clipping, int | float) and clipping > 0):
         raise UserError(f"{source}: gradient_clipping is {json.dumps(clipping)}; it must be a number above 0")
@@ -72,7 +113,8 @@ def clip_norm(user: dict[str, Any], run: RunConfig) -> float:
         theirs = None
     if theirs is not None and ours is not None and theirs != ours:
         raise UserError(
-            f"{run.deepspeed}: gradient_clipping ({theirs}) fights optimizer.clip_norm ({ours}); remove one"
+            f"{run.deepspeed}: gradient_clipping ({theirs}) conflicts with optimizer.clip_norm ({ours}) of the run "
+            f"file; keep one"
         )
     return float(next(value for value in (ours, theirs, DEFAULT_CLIP_NORM) if value is not None))
 
@@ -86,9 +128,7 @@ def check_one_home(user: dict[str, Any], run: RunConfig) -> None:
             f"{run.deepspeed}: has a scheduler, and so has the run file (optimizer.learning_rate); remove one"
         )
     if run.optimizer.learning_rate is None and "scheduler" not in user and "optimizer" not in user:
-        raise UserError(
-            "optimizer.learning_rate: missing; neither the run file nor the ds_config says how fast to learn"
-        )
+        raise UserError("optimizer.learning_rate: missing; set it, or a scheduler in the ds_config")
 
 
 def _check_precision(user: dict[str, Any], source: str) -> None:

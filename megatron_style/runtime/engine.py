@@ -49,12 +49,14 @@ class TrainingEngine:
         *,
         clip_norm: float,
         max_skipped: int,
+        speaks: bool = False,
     ) -> None:
         """Groups of parameters in place of an optimizer are those of the ds_config's own one."""
         has_own = isinstance(optimizer, list)
         self._topology, self._clip_norm = topology, clip_norm
         self._skipped_in_a_row, self._max_skipped = 0, max_skipped
-        with _without_warnings():  # of an optimizer that DeepSpeed has not tested with ZeRO; we have
+        # Without `speaks` not even its warning about an optimizer that it has not tested with ZeRO; we have.
+        with _at_level("INFO" if speaks else "ERROR"):
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=None if has_own else optimizer,
@@ -63,6 +65,8 @@ class TrainingEngine:
                 mpu=_MpuView(topology),
                 dist_init_required=False,
             )
+        if speaks:
+            deepspeed.utils.logger.setLevel("INFO")
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -143,7 +147,7 @@ class TrainingEngine:
         engine.lr_scheduler = None
         held = state_of_first_step(engine)
         yield
-        with without_optimizer(engine):
+        with without_optimizer(engine), _at_level("ERROR"):
             self._step(None)
         for name, value in before.items():
             setattr(engine, name, value)
@@ -158,6 +162,11 @@ class TrainingEngine:
         if self._engine.monitor.enabled:
             count = self._engine.global_samples
             self._engine.monitor.write_events([(tag, value, count) for tag, value in values.items()])
+
+    def sum_up(self) -> None:
+        """Let DeepSpeed show its collectives, if the ds_config's `comms_logger` asked for them. All ranks call it."""
+        if self._engine._config.comms_config.comms_logger_enabled:
+            deepspeed.comm.log_summary()
 
     def save(self, directory: Path, tag: str) -> None:
         had_checksums = torch.serialization.get_crc32_options()
@@ -211,14 +220,15 @@ class TrainingEngine:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def _at_level(level: str) -> Iterator[None]:
+    """Let DeepSpeed say this much and no more."""
     logger = deepspeed.utils.logger
-    level = logger.level
-    logger.setLevel("ERROR")
+    before = logger.level
+    logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 def gradient_norm(model: nn.Module, axis: Axis) -> float:
