@@ -57,7 +57,7 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> Ru
     write_corpus(folder, tokens=10 * TOKENS, vocab_size=VOCAB_SIZE)
     zero = {
         "stage": case.zero,
-        "reduce_bucket_size": 1000,
+        "reduce_bucket_size": 100_000,
         "stage3_param_persistence_threshold": 1000,
         "stage3_prefetch_bucket_size": 10_000,
         "stage3_max_live_parameters": 50_000,
