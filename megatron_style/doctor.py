@@ -272,8 +272,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN.yaml")
     add_set_flag(parser)
     parser.add_argument("--hostfile", type=Path, metavar="H", help="lines of `NAME slots=N`; default: this machine")
-    parser.add_argument("--rehearse", type=int, metavar="RANKS", help="do a step of each stage as one rank of so many, "
-                        "on fake tensors: no GPU, no other hosts, no corpus if data.vocab_size is set")  # fmt: skip
+    parser.add_argument(
+        "--rehearse", type=int, metavar="RANKS",
+        help="do a step of each stage as one rank of RANKS, on fake tensors: needs no GPU, no hosts, and no corpus if "
+        "data.vocab_size is set",
+    )  # fmt: skip
     parser.add_argument("--rank", type=int, metavar="R", help="which rank is rehearsed; default: 0")
     parser.add_argument("--gpu", metavar="NAME", help=f"whose memory a rehearsal may use; default: {_DEFAULT_GPU}")
     parser.add_argument("--gpu-memory", metavar="32GB", help="default: what the GPU has")

@@ -1,4 +1,4 @@
-"""A step of every stage as one rank of a grid of any size would do it, on fake tensors: no GPU, no other ranks.
+"""Rehearse a step of every stage as one rank of a grid of any size, on fake tensors: without GPUs and other ranks.
 
 The engine, the model and the shapes are real, so what does not fit together or into memory is found before a cluster is
 booked. What is not real is listed in `stand_ins.py`.
@@ -111,8 +111,8 @@ def _planned_setup(run: RunConfig, text: TextFacts, ranks: int) -> Setup:
 
 
 def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """A batch whose ids are as frequent as in the text or, without it, by Zipf's law: they decide how many vectors a
-    tensor-parallel rank looks up, and how many tokens each band scores."""
+    """Return a batch of ids that are as frequent as in the text or, without it, as Zipf's law says. They decide how
+    many vectors a tensor-parallel rank looks up, and how many tokens each band scores."""
     count = run.data.tokens_per_batch
     if text.tokens is not None:
         tokens = open_store(run.data.train).tokens
@@ -121,14 +121,14 @@ def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.d
 
 
 def _settle(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> None:
-    """One row and an update, after which all is as in the middle of a run: the optimizer has its states, and ZeRO 3 has
-    seen in which order it gathers weights."""
+    """Do a step with one row, after which all is as in the middle of a run: the optimizer has its states, and ZeRO 3
+    knows in which order it gathers weights."""
     _step(engine, live, Stage(stage.index, stage.segment_length, stage.cache_length, rows=1, micro_rows=1), ids)
 
 
 def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> tuple[int, int]:
-    """The peaks of forward and backward passes, and of the update. As in `train`, the last step's caches and the next
-    step's are all held to the end."""
+    """Return the peak of all forward and backward passes, and that of the update. As in `train`, the caches of the last
+    step and of the next one are held to the end."""
     shape = (stage.micro_rows, stage.segment_length)
     batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
     caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]

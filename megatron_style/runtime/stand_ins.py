@@ -1,4 +1,4 @@
-"""What replaces a GPU, the other ranks and the numbers while one rank of a grid is rehearsed on fake tensors.
+"""Replace a GPU, the other ranks and the numbers while one rank of a grid is rehearsed on fake tensors.
 
 Fake tensors have a shape, a dtype and a storage of some size, but no numbers. Here they are those of the GPU, whatever
 torch calls their device; tensors of the host are real. Everything that is not listed here is the real thing.
@@ -30,9 +30,9 @@ from megatron_style.runtime.live_bytes import LiveBytes
 
 @contextmanager
 def fake_rank(rank: int, *, of: int) -> Iterator[LiveBytes]:
-    """Make this process one rank of a grid that is not there, and its tensors fake; give the meter of their bytes.
+    """Make this process one rank of a grid that is not there, and its tensors fake; yield the meter of their bytes.
 
-    Process group and DeepSpeed keep global state: what comes after it belongs into another process."""
+    DeepSpeed keeps global state, so do not train in the same process afterwards."""
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"LOCAL_RANK": "0"}))  # DeepSpeed's engine asks for it
         # A failure is told once, by whoever catches it.
@@ -50,8 +50,8 @@ def fake_rank(rank: int, *, of: int) -> Iterator[LiveBytes]:
 
 
 class HostTensor(Tensor):
-    """A real tensor among fake ones, so that searching token ids on the host gives real counts. On its way to the GPU
-    it becomes fake; an operation that mixes it with tensors of the GPU fails, as it would there."""
+    """Stays real among fake tensors, so that searching token ids on the host gives real counts. Moved to the GPU, it
+    becomes fake; an operation that mixes it with tensors of the GPU fails, as it would there."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,8 @@ class HostTensor(Tensor):
 
 
 class _NumbersAreZero(TorchDispatchMode):
-    """The host reads a norm and an overflow flag before it updates: both are zero, so the update is applied."""
+    """Return zero for every number that the host reads. Before an update it reads a norm and an overflow flag: with
+    zeros the update is applied."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types

@@ -105,7 +105,7 @@ def test_a_rehearsal_needs_a_run(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The line that the command leaves with, and exit code 2."""
+    """Return the one line that the command leaves with exit code 2."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # a rehearsal sets it
     monkeypatch.setattr(sys, "argv", ["doctor", *argv])
     with pytest.raises(SystemExit) as left:

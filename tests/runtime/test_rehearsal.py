@@ -61,6 +61,7 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> Ru
         "stage3_param_persistence_threshold": 1000,
         "stage3_prefetch_bucket_size": 10_000,
         "stage3_max_live_parameters": 50_000,
+        "stage3_max_reuse_distance": 0,
     }
     settings = {"zero_optimization": zero} | ({"bf16": {"enabled": True}} if case.half else {})
     vocabulary = {"kind": "adaptive", "cutoffs": [1200, 1700], "factor": 4}
@@ -77,16 +78,17 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> Ru
 
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_the_last_rank_of_four_needs_what_it_really_needs(case: Case, tmp_path: Path) -> None:
-    """Data parallel 2 x tensor parallel 2, two micro-batches with caches. One meter counts both, in a whole step."""
+    """Compare a whole step on data 2 x tensor 2 ranks, of two micro-batches with caches. One meter counts both."""
     run = small_run(tmp_path, case)
     (stage,) = in_child(_rehearse, run, 4, 3).stages
     measured = measure_step(4, run, rank=3)
-    assert stage.peak == pytest.approx(measured.total, rel=0.01)
+    # gloo copies a bucket to reduce and scatter it, as only ZeRO 3 does: 2% here. NCCL does not.
+    assert stage.peak == pytest.approx(measured.total, rel=0.03 if case.zero == 3 else 0.001)
 
 
 def test_a_large_run_is_within_a_hundredth_of_its_plan_and_takes_little_memory() -> None:
-    """With two micro-batches. With one, as in the file, the plan is an upper bound: it counts gradients that are not
-    there yet when activations are most."""
+    """Use two micro-batches. With one, as in the file, the plan is an upper bound: it counts gradients that do not
+    exist yet when activations are largest."""
     settings = ["data.vocab_size=50000", "parallel.micro_tokens=8192"]
     rehearsal, used = in_child(_rehearse_measured, load_run(RUNS / "shortformer_1b3.yaml", settings), 64, 37)
     assert [each.stage.segment_length for each in rehearsal.stages] == [128, 512, 1024]
@@ -143,13 +145,13 @@ def _rehearse(run: RunConfig, ranks: int, rank: int, usable: float = PLENTY) -> 
 
 
 def _rehearse_measured(run: RunConfig, ranks: int, rank: int) -> tuple[Rehearsal, int]:
-    """The rehearsal, and the real memory of its process."""
+    """Return the rehearsal and the real memory of its process, in bytes."""
     with peak_memory(torch.device("cpu")) as peak:
         return _rehearse(run, ranks, rank), peak()
 
 
 def _with_too_few_positions(run: RunConfig) -> Rehearsal:
-    """Positions end in the second stage: 128 + 128 tokens, where the first has 64 + 64."""
+    """Run out of positions in the second stage: it has 128 + 128 tokens, the first one 64 + 64."""
     real = SinusoidalPositions.forward
 
     def forward(self: SinusoidalPositions, positions: int) -> Tensor:
