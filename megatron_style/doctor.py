@@ -1,18 +1,20 @@
 """Everything that would make a launch fail, before it: hosts, network, disk, and the run file against them.
 
 python -m megatron_style.doctor --hostfile hosts run_configs/quickstart.yaml
+python -m megatron_style.doctor run_configs/shortformer_1b3.yaml --set data.vocab_size=50000 --rehearse 64
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_style.config.command import (
     EXIT_DONE,
@@ -21,19 +23,26 @@ from megatron_style.config.command import (
     add_set_flag,
     command_parser,
     run_command,
+    show_table,
     size,
 )
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.data.store import store_files
+from megatron_style.planning.hardware import bytes_of, gpu_named
+from megatron_style.planning.run_plan import USABLE
 from megatron_style.runtime.hosts import Host, ask_all, read_hostfile, this_machine
 from megatron_style.runtime.launcher import DEFAULT_PORT
 from megatron_style.runtime.requirements import bytes_of_checkpoint, check_run
+
+if TYPE_CHECKING:
+    from megatron_style.runtime.rehearsal import Rehearsal, StageRehearsal
 
 Level = Literal["FAIL", "WARN", "ok"]
 Facts = Mapping[Host, Mapping[str, Any]]
 _LEVELS: tuple[Level, ...] = ("FAIL", "WARN", "ok")
 _GIB = 2**30
+_DEFAULT_GPU = "a100-80gb"
 _MOST_SKEW = 2.0  # seconds: beyond, times in logs and of files mislead
 
 
@@ -202,7 +211,59 @@ def judge_run(run: RunConfig, world: int) -> Finding:
     return Finding("ok", "run", f"{steps:,} steps on {world} process(es)")
 
 
+def rehearse_run(run: RunConfig, args: argparse.Namespace) -> Rehearsal:
+    gpu = gpu_named(args.gpu or _DEFAULT_GPU)
+    memory = bytes_of(args.gpu_memory, "--gpu-memory") if args.gpu_memory else gpu.memory
+    os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import; fake tensors need no GPU
+    from megatron_style.runtime.rehearsal import rehearse  # takes seconds
+
+    return rehearse(run, ranks=args.rehearse, rank=args.rank or 0, usable=USABLE * memory)
+
+
+def judge_rehearsal(run: RunConfig, rehearsal: Rehearsal) -> Iterator[Finding]:
+    if rehearsal.failure is not None:
+        passed = f"{len(rehearsal.stages)} of {len(run.stages)} stages passed before"
+        yield Finding("FAIL", "rehearsal", f"{rehearsal.failure}; {passed}")
+    for rehearsed in rehearsal.stages:
+        yield judge_stage(rehearsed, rehearsal.usable)
+    told = "shapes, devices and memory are rehearsed; numbers, speed and messages between ranks are not"
+    yield Finding("ok", f"rank {rehearsal.rank}", f"one of {rehearsal.ranks:,}: {told}")
+
+
+def judge_stage(rehearsed: StageRehearsal, usable: float) -> Finding:
+    about = f"stage {rehearsed.stage.index + 1}"
+    peaks = f"peak {size(rehearsed.peak)}, planned {size(rehearsed.planned)}"
+    if rehearsed.remedy is not None:
+        return Finding("FAIL", about, f"{peaks}: more than the {size(usable)} that are usable; {rehearsed.remedy}")
+    return Finding("ok", about, f"{peaks}, usable {size(usable)}")
+
+
+def judge_corpus(run: RunConfig, world: int) -> Finding:
+    """Without a corpus, only what the rehearsal itself needs has been checked."""
+    missing = [str(path) for prefix in (run.data.train, run.data.valid) for path in store_files(prefix)
+               if not path.is_file()]  # fmt: skip
+    if missing:
+        told = f"cannot read {', '.join(missing)}; token ids follow Zipf's law, and the number of steps is not checked"
+        return Finding("WARN", "run", told)
+    return judge_run(run, world)
+
+
 def main() -> None:
+    args = parse_args()
+    run = load_run(args.run, args.settings) if args.run else None
+    if args.rehearse is not None:
+        assert run is not None
+        rehearsal = rehearse_run(run, args)
+        findings = worst_first([*judge_rehearsal(run, rehearsal), judge_corpus(run, args.rehearse)])
+        show_findings(findings, rehearsal, as_json=args.json)
+    else:
+        hosts = read_hostfile(args.hostfile) if args.hostfile else (this_machine(),)
+        findings = worst_first(examine(hosts, run))
+        show_findings(findings, as_json=args.json)
+    raise SystemExit(EXIT_FAILED if any(finding.level == "FAIL" for finding in findings) else EXIT_DONE)
+
+
+def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "doctor",
         "Check hosts, network, disk and run file before a launch. Exit code 1: the launch would fail.",
@@ -211,22 +272,63 @@ def main() -> None:
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN.yaml")
     add_set_flag(parser)
     parser.add_argument("--hostfile", type=Path, metavar="H", help="lines of `NAME slots=N`; default: this machine")
+    parser.add_argument(
+        "--rehearse", type=int, metavar="RANKS",
+        help="do a step of each stage as one rank of RANKS, on fake tensors: needs no GPU, no hosts, and no corpus if "
+        "data.vocab_size is set",
+    )  # fmt: skip
+    parser.add_argument("--rank", type=int, metavar="R", help="which rank is rehearsed; default: 0")
+    parser.add_argument("--gpu", metavar="NAME", help=f"whose memory a rehearsal may use; default: {_DEFAULT_GPU}")
+    parser.add_argument("--gpu-memory", metavar="32GB", help="default: what the GPU has")
     add_json_flag(parser)
     args = parser.parse_args()
-    hosts = read_hostfile(args.hostfile) if args.hostfile else (this_machine(),)
-    run = load_run(args.run, args.settings) if args.run else None
-    findings = sorted(examine(hosts, run), key=lambda finding: _LEVELS.index(finding.level))
-    show_findings(findings, as_json=args.json)
-    raise SystemExit(EXIT_FAILED if any(finding.level == "FAIL" for finding in findings) else EXIT_DONE)
+    check_flags(args)
+    return args
 
 
-def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+def check_flags(args: argparse.Namespace) -> None:
+    """A flag that would be ignored is refused."""
+    if args.rehearse is None:
+        for flag in ("rank", "gpu", "gpu_memory"):
+            if getattr(args, flag) is not None:
+                raise UserError(f"--{flag.replace('_', '-')}: belongs to a rehearsal; give --rehearse RANKS too")
+        return
+    if args.run is None:
+        raise UserError("--rehearse: needs the run that is rehearsed; give a RUN.yaml")
+    if args.hostfile is not None:
+        raise UserError("--hostfile: a rehearsal asks no hosts; leave it out, or check the hosts without --rehearse")
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
+
+
+def show_findings(findings: Sequence[Finding], rehearsal: Rehearsal | None = None, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))  # noqa: T201
+        result: dict[str, Any] = {"findings": [asdict(finding) for finding in findings]}
+        if rehearsal is not None:
+            result["rehearsal"] = asdict(rehearsal)
+        print(json.dumps(result))  # noqa: T201
         return
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
         print(f"{finding.level:<4}  {finding.about:<{width}}  {finding.told}")  # noqa: T201
+    if rehearsal is not None and rehearsal.stages:
+        show_rehearsal(rehearsal)
+
+
+def show_rehearsal(rehearsal: Rehearsal) -> None:
+    stages = rehearsal.stages
+    show_table(
+        [f"rank {rehearsal.rank} of {rehearsal.ranks}", *(f"stage {each.stage.index + 1}" for each in stages)],
+        [
+            ["forward and backward", *(size(each.passes) for each in stages)],
+            ["update", *(size(each.update) for each in stages)],
+            ["rehearsed peak", *(size(each.peak) for each in stages)],
+            ["planned peak", *(size(each.planned) for each in stages)],
+            ["rehearsed against planned", *(f"{each.peak / each.planned - 1:+.1%}" for each in stages)],
+        ],
+    )
 
 
 if __name__ == "__main__":

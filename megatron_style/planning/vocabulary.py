@@ -44,7 +44,18 @@ def zipf_shares(bands: Sequence[BandSize]) -> tuple[float, ...]:
 
 @lru_cache  # the same few vocabularies are asked for at every step of a search
 def _zipf_shares(ends: tuple[int, ...]) -> tuple[float, ...]:
-    ranks = np.arange(1, ends[-1] + 1) / _BEND
-    sums = np.cumsum(np.where(ranks <= 1, 1 / ranks, ranks**-_STEEPNESS))
+    sums = _zipf_sums(ends[-1])
     below = [float(sums[end - 1] / sums[-1]) for end in ends]
     return tuple(high - low for low, high in pairwise([0.0, *below]))
+
+
+def zipf_ids(vocab_size: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return token ids that are as frequent as Zipf's law says, in growing order."""
+    sums = _zipf_sums(vocab_size)
+    ids: np.ndarray[tuple[int], np.dtype[np.int64]] = np.searchsorted(sums, (np.arange(count) + 0.5) / count * sums[-1])
+    return ids
+
+
+def _zipf_sums(vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    ranks = np.arange(1, vocab_size + 1) / _BEND
+    return np.cumsum(np.where(ranks <= 1, 1 / ranks, ranks**-_STEEPNESS))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_style.doctor import judge_clocks, judge_disk, judge_host, judge_versions
+from megatron_style.config.command import run_command
+from megatron_style.doctor import judge_clocks, judge_disk, judge_host, judge_versions, main
 from megatron_style.runtime.hosts import Host
 from tests.support.launch import free_port, launch
 from tests.support.small_run import write_small_run
@@ -45,6 +47,75 @@ def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
         (line,) = result.stderr.splitlines()
         assert line.startswith("error: ")
         assert str(argv[-1]) in line
+
+
+def test_a_rehearsal_of_one_rank_of_many(tmp_path: Path) -> None:
+    run_file = write_small_run(tmp_path, ranks=4, parallel={"tensor": 2})
+    result = launch("doctor", run_file, "--rehearse", 8, "--rank", 5, "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = json.loads(result.stdout)
+    rehearsal = told["rehearsal"]
+    assert (rehearsal["rank"], rehearsal["ranks"], rehearsal["failure"]) == (5, 8, None)
+    assert [each["stage"]["segment_length"] for each in rehearsal["stages"]] == [8, 24]
+    assert all(each["peak"] == max(each["passes"], each["update"]) > 0 for each in rehearsal["stages"])
+    assert [finding["level"] for finding in told["findings"]] == ["ok"] * 4
+    assert {finding["about"] for finding in told["findings"]} == {"stage 1", "stage 2", "rank 5", "run"}
+
+
+def test_a_rehearsed_run_that_is_too_large_fails_with_a_remedy(tmp_path: Path) -> None:
+    run_file = write_small_run(tmp_path, ranks=1)
+    (tmp_path / "valid.bin").unlink()
+    result = launch("doctor", run_file, "--rehearse", 1, "--gpu-memory", "0.01MB")
+    assert result.returncode == 1, result.stdout + result.stderr
+    first, second, third, *_ = result.stdout.splitlines()
+    assert first.startswith("FAIL  stage 1")
+    assert "that are usable; set parallel.recompute to true" in first
+    assert second.startswith("FAIL  stage 2")
+    assert third.startswith("WARN  run")
+    assert f"cannot read {tmp_path / 'valid.bin'}" in third
+    assert "rehearsed against planned" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--rehearse", "3", "--set", "parallel.tensor=2"], "parallel.tensor (2) must divide the 3 processes"),
+        (["--rehearse", "4", "--rank", "4"], "--rank 4: not in a grid of 4 processes; it must be 0 to 3"),
+        (["--rehearse", "0"], "--rehearse 0: must be"),
+        (["--rehearse", "many"], "argument --rehearse: invalid int value: 'many'"),
+        (["--rehearse", "4", "--hostfile", "hosts"], "--hostfile: a rehearsal asks no hosts"),
+        (["--rehearse", "4", "--gpu-memory", "plenty"], "--gpu-memory plenty: not a size"),
+        (["--rank", "1"], "--rank: belongs to a rehearsal"),
+        (["--rehearse", "4", "--set", "data.train=nowhere/train", "--set", "data.vocab_size=null"],
+         "data.vocab_size: missing"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rehearsed_is_told_in_one_line(
+    argv: list[str],
+    told: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert told in refusal([str(write_small_run(tmp_path, ranks=1)), *argv], capsys, monkeypatch)
+
+
+def test_a_rehearsal_needs_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--rehearse: needs the run" in refusal(["--rehearse", "4"], capsys, monkeypatch)
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the one line that the command leaves with exit code 2."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # a rehearsal sets it
+    monkeypatch.setattr(sys, "argv", ["doctor", *argv])
+    with pytest.raises(SystemExit) as left:
+        run_command(main)
+    assert left.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith("error: ")
+    return line
 
 
 def test_clocks_are_compared_with_each_other() -> None:

@@ -15,24 +15,24 @@ from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.build import build_engine
 from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.runtime.live_bytes import LiveBytes, bytes_of
 from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule, StepPlan
 from megatron_style.train import accumulate_gradients
-from tests.support.live_bytes import LiveBytes, bytes_of
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on the first rank."""
+    """Bytes on one rank."""
 
     states: int  # weights, gradients and optimizer, between two micro-batches
     activations: int  # the peak of a micro-batch, above what was there before it; the cache it makes not counted
     total: int  # the peak of a whole step
 
 
-def measure_step(world: int, run: RunConfig) -> Measured:
-    measured: Measured = run_ranks(world, _measure, run)[0]
+def measure_step(world: int, run: RunConfig, *, rank: int = 0) -> Measured:
+    measured: Measured = run_ranks(world, _measure, run)[rank]
     return measured
 
 
