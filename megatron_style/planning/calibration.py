@@ -57,5 +57,5 @@ def _efficiencies(run: RunConfig, events: Sequence[Event], setup: Setup, gpu: Gp
         if event["kind"] == "train":
             time = times[event.get("stage", index)]
             seconds = run.data.tokens_per_batch * setup.data / event["tokens_per_second"]
-            beside = time.update + time.tensor + (0 if setup.sharding.overlaps else time.data)
+            beside = time.update + time.tensor + (0 if setup.sharding.reduces_in_backward else time.data)
             yield time.compute / (seconds - beside if seconds > beside else seconds)

@@ -31,14 +31,21 @@ def plan_traffic(setup: Setup, stage: Stage) -> Traffic:
     gradients = reductions * whole * around * (1 if zero.zero_stage == 3 else 2)
     gathers = {0: 0, 1: 1, 2: 1, 3: micros * (1 if setup.parameters <= zero.most_gathered else 2)}[zero.zero_stage]
     buckets = max(1, setup.parameters // max(1, zero.bucket))
-    reduced = micros * _tensor_bytes(setup, stage)
     return Traffic(
         gradients=gradients,
         weights=gathers * whole * around,
-        tensor=2 * (setup.tensor - 1) / setup.tensor * reduced,
+        tensor=2 * (setup.tensor - 1) / setup.tensor * micros * _tensor_bytes(setup, stage),
         data_messages=(reductions * buckets + gathers) if setup.data > 1 else 0,
-        tensor_messages=micros * setup.model.layers * (5 if setup.recompute else 4) if setup.tensor > 1 else 0,
+        tensor_messages=micros * _tensor_messages(setup) if setup.tensor > 1 else 0,
     )
+
+
+def _tensor_messages(setup: Setup) -> int:
+    """Return the number of reductions of one micro-batch, as `_tensor_bytes` and `_vocabulary_bytes` list them."""
+    blocks = setup.model.layers * (5 if setup.recompute else 4)
+    bands = len(bands_of(setup.model, setup.vocab_size))
+    projections = bands if setup.model.vocabulary.kind == "adaptive" else 0
+    return blocks + 1 + projections + 4 * bands  # 1: the embedding; of a band its input's gradient and three numbers
 
 
 def _tensor_bytes(setup: Setup, stage: Stage) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from megatron_style.planning.activations import ActivationBytes, activations
 from megatron_style.planning.parameters import parameters_of
 from megatron_style.planning.setup import Setup
+from megatron_style.planning.sharding import Sharding
 from megatron_style.schedule.stages import Stage
 
 _FLOAT, _DOUBLE = 4, 8  # bytes
@@ -47,13 +48,14 @@ def plan_states(setup: Setup, positions: int = 0) -> StateBytes:
     zero, e, P = setup.sharding, setup.sharding.element_bytes, setup.parameters
     part = P / setup.data  # what ZeRO leaves to a rank
     weights = e * (part + _never_split(setup) if zero.zero_stage == 3 and setup.data > 1 else P)
-    gradients = e * (part if zero.zero_stage >= 2 else P)
+    gradients = zero.gradient_bytes * (part if zero.zero_stage >= 2 else P)
+    gradients += e * P if zero.keeps_two_gradients else 0
     copies = 1 if zero.zero_stage or zero.precision != "fp32" else 0
     optimizer = _FLOAT * (zero.optimizer_states + copies) * (part if zero.zero_stage else P)
     update = _needed_by_update(setup, part)
     host = 0.0
     if zero.offloads_optimizer:
-        host, optimizer, update, gradients = optimizer + _FLOAT * part, 0.0, 0.0, 0.0
+        host, optimizer, update, gradients = optimizer + _offloaded_with_optimizer(zero, part), 0.0, 0.0, 0.0
     if zero.offloads_weights:
         host, weights = host + weights, 0.0
     return StateBytes(weights, gradients, optimizer, _buffers(setup) + positions, update, host)
@@ -76,11 +78,20 @@ def _never_split(setup: Setup) -> int:
     return sum(size.copies * size.on_rank(setup.tensor) for size in whole)
 
 
+def _offloaded_with_optimizer(zero: Sharding, part: float) -> float:
+    """Return the host bytes of the gradients of the update and of those that add up before it, and at ZeRO 1 and 2 of
+    the updated weights on their way back."""
+    weights = zero.element_bytes if zero.zero_stage < 3 else 0
+    return (_FLOAT + zero.gradient_bytes + weights) * part
+
+
 def _buffers(setup: Setup) -> float:
     zero, P = setup.sharding, setup.parameters
     if zero.zero_stage == 0:
         return 0.0
-    buckets = zero.bucket * (2 if zero.overlaps and zero.zero_stage < 3 else 1)
+    if zero.keeps_two_gradients:  # no buckets: all are reduced as one tensor, after the activations are gone
+        return 0.0
+    buckets = zero.bucket * (2 if zero.reduces_in_backward and zero.zero_stage < 3 else 1)
     gathered = min(P, zero.most_gathered) if zero.zero_stage == 3 and setup.data > 1 else 0
     return zero.element_bytes * (buckets + gathered)
 
@@ -94,5 +105,7 @@ def _needed_by_update(setup: Setup, part: float) -> float:
         return max(2.0 * _DOUBLE * largest, zero.element_bytes * flat)
     if zero.zero_stage == 3:
         return _FLOAT * (1 + zero.optimizer_states) * min(part, zero.group)
-    flat = zero.element_bytes if zero.precision != "fp32" else 0
+    if zero.keeps_two_gradients:  # a copy travels in half precision
+        return max(zero.element_bytes * setup.parameters, _FLOAT * zero.optimizer_states * part)
+    flat = zero.element_bytes if zero.gradient_bytes != _FLOAT else 0
     return (_FLOAT * zero.optimizer_states + flat) * part

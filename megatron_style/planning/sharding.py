@@ -28,7 +28,8 @@ class Sharding:
     precision: Precision = "fp32"
     optimizer_states: int = 1
     bucket: int = 500_000_000  # gradients are reduced through a buffer of this size
-    overlaps: bool = False  # gradients are reduced while backward goes on, through a second buffer
+    overlaps: bool = False  # as overlap_comm asks; `reduces_in_backward` says whether it happens
+    full_gradients: bool = False  # in half precision: the gradients of micro-batches add up in float32
     most_gathered: int = 1_000_000_000  # ZeRO 3: weights that are whole at once,
     kept_whole: int = 100_000  # the size up to which a parameter is never split,
     group: int = 1_000_000_000  # and parameters updated at once
@@ -38,6 +39,23 @@ class Sharding:
     @property
     def element_bytes(self) -> int:
         return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of an element of the gradients that add up over micro-batches."""
+        return 4 if self.full_gradients else self.element_bytes
+
+    @property
+    def keeps_two_gradients(self) -> bool:
+        """True if DeepSpeed uses its bf16 optimizer instead of ZeRO's. In addition to the gradients of a micro-batch it
+        keeps complete ones in float32, and reduces these after the last backward pass, whatever overlap_comm says."""
+        is_bf16_optimizer = self.zero_stage == 1 and self.precision == "bf16" and not self.offloads_optimizer
+        return is_bf16_optimizer and self.full_gradients
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """True if gradients are reduced while the backward pass runs, at ZeRO 1 and 2 through a second buffer."""
+        return self.overlaps and self.zero_stage > 0 and not self.keeps_two_gradients
 
 
 def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
@@ -53,6 +71,7 @@ def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
         precision=_precision(user, source),
         optimizer_states=_optimizer_states(run, user),
         overlaps=stage == 3 if section.get("overlap_comm") is None else bool(section["overlap_comm"]),
+        full_gradients=_section(user, "data_types", source).get("grad_accum_dtype") == "fp32",
         offloads_optimizer=_offloads(section, "offload_optimizer", source),
         offloads_weights=_offloads(section, "offload_param", source),
         **sizes,

@@ -52,9 +52,9 @@ def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> f
 
 
 def executed_flops(setup: Setup, stage: Stage) -> float:
-    """What one rank really computes in a step: causal kernels skip what a token may not see, but not under the mask
-    that a cache needs, and recomputing is a second forward pass, a third of the whole."""
-    each = flops_of_token(setup, stage, causal_once=stage.cache_length == 0)
+    """Return what one rank computes in a step. Kernels skip what a token may not see, with a cache too; kernels that
+    hold the matrix of tokens x tokens skip nothing. Recomputing is a second forward pass, a third of the whole."""
+    each = flops_of_token(setup, stage, causal_once=setup.kernels.fused_attention)
     again = 4 / 3 if setup.recompute else 1
     return again * each * stage.rows * stage.segment_length / setup.tensor
 
@@ -66,9 +66,17 @@ def plan_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
     update = (states.weights + states.gradients + 2 * states.optimizer) / gpu.memory_speed
     tensor = _seconds(traffic.tensor, traffic.tensor_messages, setup.tensor, setup.tensor, gpu)
     data = _data_seconds(traffic, setup, gpu)
-    exposed = max(0.0, data - _BACKWARD * compute) if setup.sharding.overlaps else data
+    exposed = max(0.0, data - _hiding(setup, stage) * compute)
     total = compute + update + tensor + exposed
     return StepTime(compute, update, tensor, data, exposed, total, (tensor + exposed) / total)
+
+
+def _hiding(setup: Setup, stage: Stage) -> float:
+    """Return the share of a step's arithmetic that runs during the data-parallel messages: ZeRO 1 sends them in the
+    backward pass of the last micro-batch only."""
+    if not setup.sharding.reduces_in_backward:
+        return 0.0
+    return _BACKWARD / (stage.accumulation if setup.sharding.zero_stage == 1 else 1)
 
 
 def _data_seconds(traffic: Traffic, setup: Setup, gpu: Gpu) -> float:

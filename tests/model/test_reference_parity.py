@@ -11,13 +11,22 @@ import torch
 from megatron_style.checkpoint.fairseq import fairseq_names
 from megatron_style.inference.perplexity import Protocol, score
 from megatron_style.model.cache import SegmentCache
-from megatron_style.model.positions import sinusoids
+from megatron_style.model.positions import SinusoidalPositions, sinusoids
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 from megatron_style.runtime.optimizer import NAG
-from tests.support.oracle import ORACLE, needs_oracle, recorded, recorded_tokens, reference_model
+from tests.support.oracle import (
+    ORACLE,
+    oracle_is_here,
+    recorded,
+    recorded_rates,
+    recorded_sinusoids,
+    recorded_tokens,
+    reference_model,
+    with_recorded_positions,
+)
 
-pytestmark = needs_oracle
+pytestmark = oracle_is_here
 IGNORED_TAIL_WORDS = (1001, 4001)  # the reference's training loss forgets the tail term of these two
 CASES = [
     ("a_final", "a_nonoverlap", 0, 1e-9),
@@ -70,9 +79,51 @@ def test_token_by_token_scores_as_the_references_and_as_cached(checkpoint: str, 
     assert np.abs(walked - cached).max() < 1e-12
 
 
-def test_sinusoids_are_the_references_bit_for_bit() -> None:
-    table = np.load(ORACLE / "sinusoid.npz")["table"]
-    np.testing.assert_array_equal(sinusoids(len(table) - 2, table.shape[1]).numpy(), table[2:])
+@pytest.fixture
+def another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU whose `exp` rounds every rate below 1 up by one unit in the last place; real ones differ in a few rates."""
+    rates = torch.nextafter(recorded_rates(), torch.tensor(1.0))
+    monkeypatch.setattr(torch, "exp", lambda x: rates.to(x.device))
+
+
+def expect_sinusoids_within_one_unit_of_a_rate() -> None:
+    theirs = recorded_sinusoids()
+    ours = sinusoids(*theirs.shape)
+    rates = recorded_rates()
+    positions = torch.arange(2, 2 + len(ours))[:, None]
+    moved = positions * unit(rates) + unit(positions * rates)  # the angle is rounded, too
+    allowed = moved.repeat(1, 2) + 2**-22  # and kernels of sines may differ by four units
+    assert torch.equal(ours, theirs) or ((ours - theirs).abs() <= allowed).all()
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Return the distance to the next float32."""
+    return torch.nextafter(x, torch.tensor(torch.inf)) - x
+
+
+def test_sinusoids_are_the_references_bit_for_bit_or_within_one_unit_of_a_rate() -> None:
+    expect_sinusoids_within_one_unit_of_a_rate()
+
+
+@pytest.mark.usefixtures("another_cpu")
+def test_sinusoids_of_another_cpu_are_within_one_unit_of_a_rate() -> None:
+    expect_sinusoids_within_one_unit_of_a_rate()
+    assert not torch.equal(sinusoids(*recorded_sinusoids().shape), recorded_sinusoids())
+
+
+def test_the_recorded_rates_make_the_recorded_table() -> None:
+    angles = torch.arange(2, 80, dtype=torch.float32)[:, None] * recorded_rates()
+    torch.testing.assert_close(torch.cat([angles.sin(), angles.cos()], 1), recorded_sinusoids(), atol=2**-22, rtol=0)
+
+
+@pytest.mark.usefixtures("another_cpu")
+def test_on_another_cpu_the_recorded_table_restores_the_references_scores() -> None:
+    expected = np.load(ORACLE / "nll" / "b_cached.npz")["nll_f64"][:2000]
+    model, protocol = reference_model("b_final"), Protocol("cached", segment_length=32, cache_length=32)
+    tokens = recorded_tokens("valid")[:2000]
+    assert np.abs(score(model, tokens, protocol, eos=2).nll - expected).max() < 1e-9
+    model.positions = SinusoidalPositions(model.config.hidden_size).double()
+    assert 1e-9 < np.abs(score(model, tokens, protocol, eos=2).nll - expected).max() < 2e-6
 
 
 def test_every_layer_sees_what_the_references_layers_see() -> None:
@@ -182,7 +233,7 @@ def round_weights(model: Shortformer, generator: torch.Generator) -> None:
 def replace_config(model: Shortformer, **changes: object) -> Shortformer:
     changed = Shortformer(model.config.model_copy(update=changes), vocab_size=9848).double()
     changed.load_state_dict(model.state_dict())
-    return changed
+    return with_recorded_positions(changed)
 
 
 def restore_momentum(optimizer: NAG, model: Shortformer) -> None:

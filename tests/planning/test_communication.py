@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
-from megatron_style.planning.communication import plan_traffic
+from megatron_style.planning.communication import Traffic, plan_traffic
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.run_plan import setup_of
 from megatron_style.planning.sharding import sharding_of
@@ -28,15 +29,35 @@ from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
-RANKS = 2
+RANKS, MICROS, HIDDEN = 2, 2, 32
+LARGE = 10_000  # bytes: more than a norm or a loss
+ADAPTIVE = {"kind": "adaptive", "cutoffs": [10, 20], "factor": 2}
 
 
-class SentBytes(TorchDispatchMode):
+@dataclass(frozen=True)
+class Case:
+    zero: int = 0
+    tensor: int = 1
+    recompute: bool = False
+    half: bool = False  # with gradients that add up in float32
+    overlaps: bool = False
+    vocabulary: dict[str, Any] = field(default_factory=lambda: {"kind": "tied"})
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One step of one rank."""
+
+    total: float  # bytes
+    messages: tuple[int, ...]  # bytes of each until the update, those to itself left out
+
+
+class SentMessages(TorchDispatchMode):
     """What a rank of a ring sends: (r - 1)/r of each message, and of a reduction that all get twice that."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0.0
+        self.total, self.sizes = 0.0, list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -44,49 +65,97 @@ class SentBytes(TorchDispatchMode):
             ranks = next(ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
             times = 2 if "allreduce" in func._schema.name else 1
             self.total += times * (ranks - 1) / ranks * max(sizes)
+            if ranks > 1:
+                self.sizes.append(max(sizes))
         return func(*args, **(kwargs or {}))
 
 
-def sent_in_a_step(run: RunConfig) -> float:
+def sent_in_a_step(run: RunConfig) -> Sent:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         caches: Any = ()
-        sent = SentBytes()
         for step in range(4):  # the caches are empty in the first, and ZeRO 3 learns anew what follows what
-            sent.total = 0
-            with sent:
+            with SentMessages() as sent:
                 _, caches = accumulate_gradients(engine, corpus, schedule.plan(step), caches, topology, run.seed)
+                before_update = tuple(sent.sizes)
                 engine.update(0.1)
-        return sent.total
+        return Sent(sent.total, before_update)
 
 
-@pytest.mark.parametrize(
-    ("zero", "tensor", "recompute"),
-    [
-        (0, 2, False),
-        (2, 1, False),
-        pytest.param(0, 1, False, marks=pytest.mark.sweep),
-        pytest.param(1, 1, False, marks=pytest.mark.sweep),
-        pytest.param(3, 1, False, marks=pytest.mark.sweep),
-        pytest.param(1, 2, True, marks=pytest.mark.sweep),
-    ],
-)
-def test_traffic_is_what_is_sent(zero: int, tensor: int, recompute: bool, tmp_path: Path) -> None:
-    write_corpus(tmp_path, tokens=4000)
-    whole = {"stage3_param_persistence_threshold": 0} if zero == 3 else {}
-    settings = {"zero_optimization": {"stage": zero, "reduce_bucket_size": 1_000_000, **whole}}
+def sent_and_planned(case: Case, folder: Path) -> tuple[Sent, Traffic]:
+    write_corpus(folder, tokens=4000)
+    zero: dict[str, Any] = {"stage": case.zero, "reduce_bucket_size": 1_000_000, "overlap_comm": case.overlaps}
+    zero |= {"stage3_param_persistence_threshold": 0} if case.zero == 3 else {}
+    half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if case.half else {}
     run = tiny_run(
         stages=[{"segment_length": 16, "steps": 4}],
         tokens_per_batch=256,
-        micro_rows=8,
-        model={"hidden_size": 32},
-        data={"train": str(tmp_path / "train"), "valid": str(tmp_path / "valid"), "vocab_size": VOCAB_SIZE},
-        parallel={"tensor": tensor, "recompute": recompute},
-        deepspeed=str(write_ds_config(tmp_path, **settings)),
+        micro_rows=256 // 16 // MICROS,
+        model={"hidden_size": HIDDEN, "vocabulary": case.vocabulary},
+        data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
+        parallel={"tensor": case.tensor, "recompute": case.recompute},
+        deepspeed=str(write_ds_config(folder, zero_optimization=zero, **half)),
     )
-    sent = run_ranks(RANKS, sent_in_a_step, run)[0]
+    sent: Sent = run_ranks(RANKS, sent_in_a_step, run)[0]
     setup = setup_of(run, text_facts(run), sharding_of(run, read_ds_file(run.deepspeed)), gpus=RANKS)
-    traffic = plan_traffic(setup, resolve_stage(run, 0))
-    assert traffic.gradients + traffic.weights + traffic.tensor == pytest.approx(sent, rel=0.02)
+    return sent, plan_traffic(setup, resolve_stage(run, 0))
+
+
+def sweep(case: Case) -> Any:
+    return pytest.param(case, marks=pytest.mark.sweep)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tensor=2, vocabulary=ADAPTIVE),
+        Case(zero=2),
+        Case(zero=1, overlaps=True),
+        sweep(Case()),
+        sweep(Case(zero=1)),
+        sweep(Case(zero=3)),
+        sweep(Case(zero=1, tensor=2, recompute=True)),
+        sweep(Case(zero=1, half=True)),
+        sweep(Case(zero=2, half=True)),
+        sweep(Case(zero=3, half=True)),
+    ],
+    ids=str,
+)
+def test_traffic_is_what_is_sent(case: Case, tmp_path: Path) -> None:
+    sent, traffic = sent_and_planned(case, tmp_path)
+    assert traffic.gradients + traffic.weights + traffic.tensor == pytest.approx(sent.total, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tensor=2, vocabulary=ADAPTIVE),
+        Case(tensor=2, recompute=True),
+        sweep(Case(tensor=2)),
+        sweep(Case(tensor=2, recompute=True, vocabulary=ADAPTIVE)),
+        sweep(Case(tensor=2, vocabulary={"kind": "untied"})),
+        sweep(Case(zero=1, tensor=2, vocabulary=ADAPTIVE)),
+    ],
+    ids=str,
+)
+def test_tensor_parallel_messages_are_as_many_as_are_sent(case: Case, tmp_path: Path) -> None:
+    sent, traffic = sent_and_planned(case, tmp_path)
+    assert traffic.tensor_messages == len(sent.messages)
+
+
+@pytest.mark.parametrize(
+    ("case", "reductions"),
+    [
+        (Case(zero=1, overlaps=True), 1),
+        pytest.param(Case(zero=1), 1, marks=pytest.mark.sweep),
+        pytest.param(Case(zero=1, half=True, overlaps=True), 1, marks=pytest.mark.sweep),
+        pytest.param(Case(zero=2, overlaps=True), MICROS, marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_only_zero_2_reduces_in_every_micro_batch(case: Case, reductions: int, tmp_path: Path) -> None:
+    """Overlapping communication does not make ZeRO 1 reduce more often."""
+    sent, _ = sent_and_planned(case, tmp_path)
+    assert len([size for size in sent.messages if size > LARGE]) == reductions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_style.planning.parameters import count_parameters
 from megatron_style.planning.run_plan import setup_of
 from megatron_style.planning.sharding import Sharding
 from megatron_style.planning.timing import Machine, plan_time
-from megatron_style.reproduction.memory import WIKITEXT_VOCAB, PlannedStage, largest_batch
+from megatron_style.reproduction.memory import KERNELS_OF_2020, WIKITEXT_VOCAB, PlannedStage, largest_batch
 from megatron_style.reproduction.runs import Model
 from megatron_style.schedule.stages import resolve_stage
 
@@ -25,8 +26,8 @@ LARGEST_BATCH: dict[tuple[Model, int], int] = {
     ("pia_cache", 512): 26,
     ("pia_cache", 128): 160,  # the first stage of the Shortformer
 }
-# Tables 1 and 3: tokens a second and V100 in training, in fp16. Longer segments are left out: there the attention of
-# 2020, which moved its matrix through memory, decided.
+# Tables 1 and 3: tokens per second and V100 in training, in fp16. The reference computed attention densely, and so it
+# is planned here. Longer segments are left out: there moving the attention matrix through memory decided.
 SPEED = {
     ("baseline", 128): 28_900,
     ("baseline", 256): 28_100,
@@ -48,7 +49,7 @@ def test_the_largest_batches_have_the_papers_sizes_order_and_ratios() -> None:
 
 
 def test_one_efficiency_explains_the_papers_speeds() -> None:
-    planned = {key: planned_speed(*key, efficiency=0.32) for key in SPEED}
+    planned = {key: planned_speed(*key, efficiency=0.31) for key in SPEED}
     for key, speed in SPEED.items():
         assert planned[key] == pytest.approx(speed, rel=0.1), key
 
@@ -58,7 +59,7 @@ def planned_speed(name: str, segment_length: int, *, efficiency: float) -> float
     no_corpus = ["data.train=no/corpus/train", f"data.vocab_size={WIKITEXT_VOCAB}"]
     run = load_run(RUN_CONFIGS / f"wikitext103_{name}.yaml", [stages, *no_corpus])
     sharding = Sharding(zero_stage=1, precision="fp16", bucket=100_000_000)
-    setup = setup_of(run, text_facts(run), sharding, gpus=8)
+    setup = replace(setup_of(run, text_facts(run), sharding, gpus=8), kernels=KERNELS_OF_2020)
     time = plan_time(setup, resolve_stage(run, 0), Machine(gpu_named("v100-32gb"), efficiency))
     return run.data.tokens_per_batch / time.total
 

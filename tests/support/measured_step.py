@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  what every engine imports, once before ranks are forked
@@ -60,6 +61,7 @@ def _micro_batches(
     inputs, targets = (torch.from_numpy(array) for array in (batch.inputs, batch.targets))
     base = made = 0
     for is_last in (False, True):
+        gc.collect()  # what only a cycle holds is not part of the state
         base = live.mark()
         nll, following = engine.forward(inputs, targets, cache, Noise(1))
         made = bytes_of(following.layers)
