@@ -17,7 +17,7 @@ _SIZE_KEYS = {
     "kept_whole": "stage3_param_persistence_threshold",
     "group": "sub_group_size",
 }
-_DEEPSPEED_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "sgd": 1, "lion": 1, "adagrad": 1}
+_DEEPSPEED_STATES = {"adam": 2, "adamw": 2, "lion": 1, "sgd": 1, "nadam": 2, "radam": 2, "rmsprop": 1}
 
 
 @dataclass(frozen=True)

@@ -136,11 +136,26 @@ def _check_precision(user: dict[str, Any], source: str) -> None:
     if half == "fp16" and not get_accelerator().is_fp16_supported():
         device = get_accelerator().device_name()
         raise UserError(f"{source}: fp16 is not available on this machine's {device}; use bf16 or fp32")
+    _check_bf16_optimizer(user, source)
     if half and zero_stage(user) == 0:
         raise UserError(
             f"{source}: {half} with zero_optimization.stage 0 computes a wrong gradient norm under tensor parallelism; "
             f"use stage 1, which costs nothing more"
         )
+
+
+def _check_bf16_optimizer(user: dict[str, Any], source: str) -> None:
+    """In one case DeepSpeed leaves ZeRO's optimizer for another one, which reduces gradients in its own way."""
+    zero, full = user.get("zero_optimization", {}), user.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if not (user.get("bf16", {}).get("enabled") and full and zero_stage(user) == 1) or offloads:
+        return
+    for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"):
+        if key in zero:
+            raise UserError(
+                f"{source}: zero_optimization.{key} has no effect at stage 1 in bf16 with data_types.grad_accum_dtype "
+                f"fp32; remove it, or use stage 2"
+            )
 
 
 def _check_batch(user: dict[str, Any], stage: Stage, data_parallel: int, source: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -56,7 +57,7 @@ class TrainingEngine:
         self._topology, self._clip_norm = topology, clip_norm
         self._skipped_in_a_row, self._max_skipped = 0, max_skipped
         # Without `speaks` not even its warning about an optimizer that it has not tested with ZeRO; we have.
-        with _at_level("INFO" if speaks else "ERROR"):
+        with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=None if has_own else optimizer,
@@ -177,7 +178,8 @@ class TrainingEngine:
             torch.serialization.set_crc32_options(had_checksums)
 
     def load(self, directory: Path, tag: str) -> None:
-        path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
+        with redirect_stdout(sys.stderr):  # where DeepSpeed prints; standard output is for results
+            path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
         assert path is not None, f"DeepSpeed found nothing in {directory / tag}"
 
     def fragments(self) -> list[Fragment]:

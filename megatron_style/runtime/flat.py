@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # DeepSpeed's choice at ZeRO 1 for bf16 summed in float32
 from torch import Tensor, nn
 
 
@@ -40,6 +41,8 @@ def flat_groups(engine: Any) -> list[FlatGroup]:
             return [FlatGroup(param.data, optimizer.state[param]) for param in _parameters_in_order(optimizer)]
         case 3:
             flats = optimizer.fp32_partitioned_groups_flat
+        case _ if isinstance(optimizer, BF16_Optimizer):
+            flats = optimizer.fp32_groups_flat_partition
         case _:
             flats = optimizer.single_partition_of_fp32_groups
     return [FlatGroup(flat.data, optimizer.optimizer.state[flat]) for flat in flats]
@@ -65,7 +68,9 @@ def _sliced_fragments(engine: Any) -> list[Fragment]:
     """ZeRO 1 and 2 lay the parameters of each optimizer group end to end and cut that into equal slices."""
     names = {param: name for name, param in engine.module.named_parameters()}
     found = []
-    for group, params in enumerate(engine.optimizer.bit16_groups):
+    optimizer = engine.optimizer
+    groups = optimizer.bf16_groups if isinstance(optimizer, BF16_Optimizer) else optimizer.bit16_groups
+    for group, params in enumerate(groups):
         for param in params:
             mapping = param._hp_mapping
             if mapping is not None:
@@ -99,12 +104,16 @@ def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:
 def without_optimizer(engine: Any) -> Iterator[None]:
     """Let an update pass without the optimizer's own step, which alone changes the training state."""
     optimizer = engine.optimizer
-    name = "_optimizer_step" if engine.zero_optimization_stage() else "step"
-    setattr(optimizer, name, lambda *_: None)
+    steps = [(optimizer, "_optimizer_step" if engine.zero_optimization_stage() else "step")]
+    if isinstance(optimizer, BF16_Optimizer):  # it also links the state that the first step made
+        steps = [(optimizer.optimizer, "step"), (optimizer, "_lazy_init_hp_params_optimizer_state")]
+    for holder, name in steps:
+        setattr(holder, name, lambda *_: None)
     try:
         yield
     finally:
-        delattr(optimizer, name)  # the method of the class is seen again
+        for holder, name in steps:
+            delattr(holder, name)  # the method of the class is seen again
 
 
 def state_of_first_step(engine: Any) -> list[Tensor]:

@@ -128,7 +128,7 @@ def _settle(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Te
 
 def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> tuple[int, int]:
     """Return the peak of all forward and backward passes, and that of the update. As in `train`, the caches of the last
-    step and of the next one are held to the end."""
+    step are held until the update, and those of the next one to the end."""
     shape = (stage.micro_rows, stage.segment_length)
     batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
     caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]
@@ -144,6 +144,7 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
         engine.accumulate(nll.mean(), is_last=micro == stage.accumulation - 1)
         next_caches.append(next_cache)
     passes = live.peak
+    caches.clear()
     live.mark()
     engine.update(None)
     return passes, live.peak

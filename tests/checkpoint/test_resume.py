@@ -84,7 +84,13 @@ def make_run(
         parallel={"tensor": tensor, "recompute": recompute, "micro_tokens": more.pop("micro_tokens", 48)},
         output=output | more.pop("output", {}),
         deepspeed=str(
-            write_ds_config(folder, zero_optimization={"stage": zero}, bf16={"enabled": half}, **more.pop("ds", {}))
+            write_ds_config(
+                folder,
+                zero_optimization={"stage": zero},
+                bf16={"enabled": half},
+                **({"data_types": {"grad_accum_dtype": "fp32"}} if half else {}),  # as in ds_configs/
+                **more.pop("ds", {}),
+            )
         ),
     )
 

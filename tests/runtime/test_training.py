@@ -129,8 +129,9 @@ def train_with_preflight(run: RunConfig, with_preflight: bool) -> tuple[list[flo
     {"zero_optimization": {"stage": 1}},
     {"zero_optimization": {"stage": 2}},
     {"zero_optimization": {"stage": 3}},
-    {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
-], ids=["zero0", "zero1", "zero2", "zero3", "zero1-bf16"])  # fmt: skip
+    {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+], ids=["zero0", "zero1", "zero2", "zero3", "zero1-bf16", "zero2-bf16"])  # fmt: skip
 def test_preflight_leaves_no_trace(corpus: Path, ds: dict[str, Any]) -> None:
     optimizer = {"name": "adamw" if "bf16" in ds else "nag", "weight_decay": 0.1}
     run = small_run(corpus, ds=ds, dropout=True, micro_rows=2, optimizer=optimizer)
