@@ -5,7 +5,9 @@ deepspeed --module megatron_style.train run_configs/quickstart.yaml
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
 from megatron_style.config.train_arguments import parse_train_arguments
 
@@ -16,10 +18,9 @@ import torch
 
 from megatron_style.checkpoint.model_folder import write_whole
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.checkpoint.start import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.command import run_command
-from megatron_style.config.errors import Stopped
+from megatron_style.config.errors import Diverged, Stopped
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
 from megatron_style.data.corpus import Corpus, open_corpus
@@ -37,6 +38,9 @@ from megatron_style.runtime.stop import StopRequest
 from megatron_style.runtime.watched import watched
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule, StepPlan
+
+_LAST = 3  # updates that must not all be skipped at the end; in fp16 a single one is nothing unusual
+_REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
 def train(run: RunConfig) -> None:
@@ -68,7 +72,8 @@ def train(run: RunConfig) -> None:
                     journal.stage_opens(plan)
                 begin = time.monotonic()
                 loss, caches = accumulate_gradients(engine, corpus, plan, progress.caches, topology, run.seed)
-                progress = Progress(step + 1, caches)  # before the update, which needs the memory of the old caches
+                # Before the update, which needs the memory of the old caches.
+                progress = replace(progress, step=step + 1, caches=caches)
                 update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
 
                 stage_ends, reason = schedule.closes_stage(step), stop.agreed()
@@ -77,7 +82,11 @@ def train(run: RunConfig) -> None:
                              show=due(progress.step, run.output.log_every) or saves)  # fmt: skip
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
-                    journal.held_out(progress.step, held_out(engine.model, corpus, run.output, schedule.stages[-1]))
+                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1])
+                    journal.held_out(progress.step, found)
+                    progress = replace(progress, sound=sound_step(progress.step, found.loss))
+                if progress.step == schedule.total_steps and engine.skipped_in_a_row >= min(_LAST, progress.step):
+                    raise Diverged(f"the gradients of the last steps are not finite; {_REMEDY}")
                 if stage_ends:
                     journal.stage_closes(plan)
                 if saves:  # all of this step is recorded: nothing is lost
@@ -131,6 +140,13 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
         )
         folder = run.output.path / "model"
         write_whole(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
+
+
+def sound_step(step: int, held_out_loss: float) -> int:
+    """Return the step, if its model predicts held-out text; a run that does not any more has failed."""
+    if not math.isfinite(held_out_loss):
+        raise Diverged(f"step {step}: the held-out loss is {held_out_loss}; {_REMEDY}")
+    return step
 
 
 def due(step: int, every: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_style.checkpoint.manifest import Manifest
+from megatron_style.config.errors import UserError
+from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis
-from megatron_style.runtime.flat import Fragment
+from megatron_style.runtime.counters import Counters
 
 
 class _Opaque:
@@ -68,18 +71,29 @@ class LogicalReader:
                     place.copy_(shard.narrow(layout.shard_dim, 0, len(owned)))  # without the padding
         return whole
 
-    def loss_scaler(self) -> dict[str, Any]:
-        """What fp16 training's loss scaler held; the same on every rank."""
-        scaler = self._any_rank().get("optimizer_state_dict", {}).get("loss_scaler")
-        return {} if scaler is None else vars(scaler)
+    def flat_groups(self, file: str) -> list[dict[str, Any]]:
+        """Return what one rank's file holds, group by group, as it lies in it: `weight`, and the optimizer's state."""
+        return self._groups(file)
+
+    def counters(self) -> Counters:
+        """Return what DeepSpeed counted; the same on every rank."""
+        rank = self._any_rank()
+        model = next(name for name in sorted(self._manifest.files) if name.endswith("_model_states.pt"))
+        counted = _load(self._folder / model)
+        scaler = rank.get("optimizer_state_dict", {}).get("loss_scaler")
+        groups = self._optimizer(rank)["param_groups"]
+        return Counters(
+            global_steps=int(counted["global_steps"]),
+            global_samples=int(counted["global_samples"]),
+            skipped_steps=int(counted["skipped_steps"]),
+            loss_scaler={} if scaler is None else vars(scaler),
+            scheduler=counted.get("lr_scheduler") or {},
+            rates=tuple({key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in groups),
+        )
 
     def learning_rate(self) -> float:
         """Return that of the last update; where groups of parameters have their own, the highest one."""
         return max(float(group["lr"]) for group in self._optimizer(self._any_rank())["param_groups"])
-
-    def flat_weights(self, file: str) -> list[Tensor]:
-        """Return the float32 weights in one rank's file as they lie in it, group by group."""
-        return [group[_WEIGHT] for group in self._groups(file)]
 
     def _any_rank(self) -> dict[str, Any]:
         return _load(self._folder / next(iter(self._manifest.fragments)))
@@ -142,7 +156,11 @@ def tensor_rank_of(file: str) -> int:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Nothing in the file is executed: tensors and plain values only."""
-    with torch.serialization.safe_globals([(_Opaque, name) for name in _NOT_NEEDED]):
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Load tensors and plain values. Nothing in the file is executed; a file that asks for it is refused."""
+    try:
+        with torch.serialization.safe_globals([(_Opaque, name) for name in _NOT_NEEDED]):
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = str(error).split("\n")[0][:200]
+        raise UserError(f"{path}: holds more than tensors and plain values, so it is not loaded ({reason})") from None
     return state

@@ -13,8 +13,7 @@ from typing import Any
 import xxhash
 
 from megatron_style.config.errors import UserError
-from megatron_style.parallel.sharding import Layout
-from megatron_style.runtime.flat import Fragment
+from megatron_style.parallel.sharding import Fragment, Layout
 
 FILE = "manifest.json"
 FORMAT = 1
@@ -39,6 +38,7 @@ class Manifest:
     parameters: Mapping[str, Layout]  # in the model's order
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file
     files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
+    sound: int = 0  # the last step so far at which the held-out loss was finite
 
     @property
     def optimizer(self) -> str:

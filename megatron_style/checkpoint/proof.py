@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
+import torch
+
 from megatron_style.checkpoint.logical import LogicalReader, tensor_rank_of
 from megatron_style.checkpoint.manifest import Manifest
 from megatron_style.parallel.randomness import derive_key
-from megatron_style.parallel.sharding import Layout
+from megatron_style.parallel.sharding import Fragment, Layout
 from megatron_style.runtime.engine import TrainingEngine
-from megatron_style.runtime.flat import Fragment
 
 MOST_ELEMENTS = 2**28  # of a tensor rank's shards are compared in one save; a larger model is sampled, in turns
 
@@ -22,16 +23,16 @@ def difference(folder: Path, manifest: Manifest, engine: TrainingEngine, file: s
     """Say where this rank's file contradicts the model, if anywhere. Each rank reads back its own file only: together
     they see all. They walk through the same parameters, because ZeRO 3 gathers each."""
     mine = {fragment.param: fragment for fragment in manifest.fragments[file]}  # a rank has one of a parameter at most
-    flat = LogicalReader(folder, manifest).flat_weights(file)
+    flat = LogicalReader(folder, manifest).flat_groups(file)
     problem = None
     for name in compared(manifest.parameters, manifest.step, ways=manifest.grid["tensor"]):
         working = engine.working_weight(name).view(-1)
         if name not in mine:
             continue
         fragment = mine[name]
-        written = flat[fragment.group].view(-1)[fragment.start : fragment.start + fragment.count]
+        written = flat[fragment.group]["weight"].view(-1)[fragment.start : fragment.start + fragment.count]
         held = working[fragment.offset : fragment.offset + fragment.count].cpu()
-        if not written.to(held.dtype).equal(held):
+        if not torch.allclose(written.to(held.dtype), held, rtol=0, atol=0, equal_nan=True):
             problem = problem or f"{file} has other numbers for {name} than the model"
     return problem
 

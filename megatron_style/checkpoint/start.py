@@ -24,6 +24,7 @@ class Progress:
 
     step: int = 0
     caches: tuple[SegmentCache, ...] = ()
+    sound: int = 0  # the last step at which the held-out loss was finite
 
 
 class Start:
@@ -42,7 +43,7 @@ class Start:
         check_same_model(source.config.model.as_data(), source.config.vocab_size, engine, source.path)
         if self.step >= schedule.total_steps:
             raise UserError(f"{where} has done {self.step} steps, and this run's stages end at {schedule.total_steps}")
-        engine.load_logical(self._read, loss_scaler={})
+        engine.load_logical(self._read)
         if self._is_first:
             log(f"{where}: {'weights and optimizer' if self._goes_on else 'weights only'}, at step {self.step}")
         return Progress(self.step)

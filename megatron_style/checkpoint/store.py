@@ -7,6 +7,7 @@ done; `latest` is moved last. So a kill at any moment leaves the checkpoints bef
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from megatron_style.checkpoint.start import Progress, Start, check_same_model
 from megatron_style.config.command import log
 from megatron_style.config.errors import RunFailed, UserError
 from megatron_style.config.run import RunConfig
+from megatron_style.config.section import differences
 from megatron_style.data.folder import sync
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.sharding import layouts_of
@@ -43,6 +45,8 @@ from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.schedule.stages import Stage, StageSchedule
 
 _PREFIX, _ASIDE, _REMOVED = "global_step", ".partial", ".removed"
+_MOVES = ("output.path:", "deepspeed:")  # where files are; what the ds_config says is compared
+_NAME = re.compile(rf"{_PREFIX}(0|[1-9][0-9]*)")
 
 
 class CheckpointStore:
@@ -94,20 +98,25 @@ class CheckpointStore:
                 f"{folder}: with these stages and data its {manifest.step} steps would have read other text, so going "
                 f"on would lose or repeat some; put back what was changed, or choose another output.path"
             )
-        if self._lies_alike(manifest, engine):
-            engine.load(folder.parent, folder.name)
-        elif "scheduler" in manifest.ds_config:
-            raise UserError(
-                f"{folder}: is of another grid, and its learning rate is the ds_config's scheduler, whose state cannot "
-                f"move; resume on {manifest.grid}, or use optimizer.learning_rate of the run file"
-            )
+        reader = LogicalReader(folder, manifest)
+        if self._lies_alike(manifest, engine):  # each rank needs its own file only
+            engine.load_flat(reader.flat_groups(self._my_file(manifest.files, engine)))
         else:
-            reader = LogicalReader(folder, manifest)
-            engine.load_logical(reader.read, reader.loss_scaler())
-        return Progress(manifest.step, self._read_caches(folder, manifest, engine, schedule))
+            engine.load_logical(reader.read)
+        engine.resume(reader.counters())
+        self._tell_changes(manifest)
+        return Progress(manifest.step, self._read_caches(folder, manifest, engine, schedule), manifest.sound)
+
+    def _tell_changes(self, manifest: Manifest) -> None:
+        """Settings may change in mid-run, but never unnoticed."""
+        before = RunConfig.parse(manifest.run, source=str(self._folder)).as_data()
+        changes = [change for change in differences(before, self._run.as_data()) if not change.startswith(_MOVES)]
+        changes += differences(manifest.ds_config, read_ds_config(self._run.deepspeed))
+        if changes and self._topology.is_first:
+            log(f"changed since step {manifest.step}: {'; '.join(changes)}")
 
     def _lies_alike(self, manifest: Manifest, engine: TrainingEngine) -> bool:
-        """True if every rank finds its flat tensors as it would write them, so that DeepSpeed itself can read them."""
+        """True if every rank finds its flat tensors as it would write them, so that it needs no other rank's file."""
         if manifest.grid != grid_of(engine, self._topology):
             return False
         mine = engine.fragments()
@@ -148,7 +157,7 @@ class CheckpointStore:
                 self._remove(self._folder / name)
             aside.rename(self._folder / name)
             self._point_to(name)
-            self._prune()
+            self._prune(sound=progress.sound)
         dist.barrier()
 
     def _prove(self, folder: Path, manifest: Manifest, engine: TrainingEngine) -> None:
@@ -199,13 +208,17 @@ class CheckpointStore:
             parameters=layouts_of(engine.model),
             fragments={name: found for part in parts for name, found in part["fragments"].items()},
             files={name: file for part in parts for name, file in part["files"].items()},
+            sound=progress.sound,
         )
 
     def _problem_with(self, folder: Path) -> str | None:
         """Every rank looks at some of the files; the verdict is common."""
         problem = None
         try:
-            files = sorted(read_manifest(folder).files.items())
+            manifest = read_manifest(folder)
+            if folder.name != f"{_PREFIX}{manifest.step}":
+                raise Damaged(f"its manifest is of step {manifest.step}")
+            files = sorted(manifest.files.items())
             for name, (size, digest) in files[dist.get_rank() :: dist.get_world_size()]:
                 check_file(folder, name, size, digest)
         except Damaged as damage:
@@ -214,10 +227,13 @@ class CheckpointStore:
 
     def _steps(self) -> list[int]:
         """Rank 0 looks, so that all ranks see the same."""
-        names = [path.name for path in self._folder.glob(f"{_PREFIX}*")] if self._topology.is_first else []
-        steps = [int(name.removeprefix(_PREFIX)) for name in names if name.removeprefix(_PREFIX).isdigit()]
-        found: list[int] = _gather(steps)[0]
+        found: list[int] = _gather(self._steps_here() if self._topology.is_first else [])[0]
         return found
+
+    def _steps_here(self) -> list[int]:
+        """Return the steps of the folders that are named like a checkpoint; what else lies there is left alone."""
+        names = (_NAME.fullmatch(path.name) for path in self._folder.glob(f"{_PREFIX}*"))
+        return sorted(int(name[1]) for name in names if name)
 
     def _point_to(self, name: str) -> None:
         new = self._folder / "latest.new"
@@ -226,21 +242,25 @@ class CheckpointStore:
         new.replace(self._folder / "latest")
         sync(self._folder)
 
-    def _prune(self) -> None:
-        """Keep the newest few, and every n-th for good. The one just written is always among them."""
-        steps = sorted(int(path.name.removeprefix(_PREFIX)) for path in self._folder.glob(f"{_PREFIX}*[0-9]"))
-        forever = self._run.output.keep_every
+    def _prune(self, *, sound: int) -> None:
+        """Keep the newest few, every n-th for good, and the newest whose model is known to be sound: the held-out loss
+        was finite then or later. The one just written is always among them."""
+        forever, steps = self._run.output.keep_every, self._steps_here()
+        newest_sound = max((step for step in steps if step <= sound), default=None)
         for step in steps[: -self._run.output.keep_last]:
-            if forever is None or step % forever:
+            if step != newest_sound and (forever is None or step % forever):
                 self._remove(self._folder / f"{_PREFIX}{step}")
 
     def _remove(self, folder: Path) -> None:
-        folder.rename(folder.with_name(folder.name + _REMOVED))  # from here on nobody takes it for whole
-        self._sweep()
+        removed = folder.with_name(folder.name + _REMOVED)
+        folder.rename(removed)  # from here on nobody takes it for complete
+        shutil.rmtree(removed)
 
     def _sweep(self) -> None:
-        for leftover in [*self._folder.glob(f"*{_ASIDE}"), *self._folder.glob(f"*{_REMOVED}")]:
-            shutil.rmtree(leftover)
+        """Remove what earlier saves left behind. Not during a save: it would remove what is being written."""
+        for step in self._folder.glob(f"{_PREFIX}*"):
+            if step.name.endswith((_ASIDE, _REMOVED)) and _NAME.fullmatch(step.stem):
+                shutil.rmtree(step)
 
     def _write_caches(self, folder: Path, caches: Sequence[SegmentCache]) -> None:
         """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""

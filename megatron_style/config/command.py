@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_style.config.errors import RunFailed, Stopped, UserError
+from megatron_style.config.errors import Diverged, RunFailed, Stopped, UserError
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -59,6 +59,9 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt:
         log("interrupted")
         sys.exit(EXIT_INTERRUPTED)
+    except Diverged as error:
+        log(f"error: {error}")
+        sys.exit(EXIT_DIVERGED)
     except (OSError, RunFailed) as error:
         log(f"error: {error}")
         sys.exit(EXIT_FAILED)

@@ -11,3 +11,7 @@ class Stopped(Exception):
 
 class RunFailed(RuntimeError):
     """The run cannot go on, for a reason that is nobody's input. The message says why and what is saved."""
+
+
+class Diverged(RunFailed):
+    """The loss or the gradients are not finite any more. Starting again from the last checkpoint would end here too."""

@@ -154,3 +154,9 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
 def save_run(run: RunConfig, path: Path) -> None:
     """The resolved run, next to its results."""
     write_yaml(run.as_data(), path)
+
+
+def keep_older(path: Path, run: RunConfig, step: int) -> None:
+    """Keep the run file of the steps before, if it says something else: `run.until_step500.yaml`."""
+    if path.exists() and read_yaml(path) != run.as_data():
+        path.replace(path.with_name(f"{path.stem}.until_step{step}{path.suffix}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -65,3 +66,15 @@ def _fields_at(path: tuple[int | str, ...], section: type[BaseModel]) -> dict[st
         inner = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
         section = next(kind for kind in inner if issubclass(kind, BaseModel))
     return dict(section.model_fields)
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return what differs between two sections as plain data, as in `optimizer.weight_decay: 0.1 -> 0.0`."""
+    found = []
+    for key in sorted({*before, *after}):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key}: {json.dumps(old)} -> {json.dumps(new)}")
+    return found

@@ -44,6 +44,17 @@ class Layout:
         return range(min(size, axis.rank * each), min(size, (axis.rank + 1) * each))
 
 
+@dataclass(frozen=True)
+class Fragment:
+    """Where a part of one parameter's shard lies in the flat tensors of a rank."""
+
+    param: str
+    group: int  # which flat tensor
+    start: int  # where in it
+    count: int
+    offset: int  # where in the flattened shard of the parameter
+
+
 def parameter(layout: Layout, axis: Axis) -> nn.Parameter:
     """An uninitialised shard; see `initialise`."""
     return tag(nn.Parameter(torch.empty(layout.shard_shape(axis.size))), layout, axis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_style.config.errors import RunFailed
+from megatron_style.config.errors import Diverged
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
-from megatron_style.parallel.sharding import layout_of, layouts_of, shard_of, unshard
+from megatron_style.parallel.sharding import Fragment, layout_of, layouts_of, shard_of, unshard
 from megatron_style.parallel.topology import Axis, Topology
+from megatron_style.runtime.counters import Counters
 from megatron_style.runtime.flat import (
-    Fragment,
     flat_groups,
     fragments,
     refresh_weights,
     state_of_first_step,
     without_optimizer,
     write_fragment,
+    write_group,
 )
 
 
@@ -55,7 +56,7 @@ class TrainingEngine:
         """Groups of parameters in place of an optimizer are those of the ds_config's own one."""
         has_own = isinstance(optimizer, list)
         self._topology, self._clip_norm = topology, clip_norm
-        self._skipped_in_a_row, self._max_skipped = 0, max_skipped
+        self.skipped_in_a_row, self._max_skipped = 0, max_skipped
         # Without `speaks` not even its warning about an optimizer that it has not tested with ZeRO; we have.
         with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
             self._engine, *_ = deepspeed.initialize(
@@ -102,11 +103,11 @@ class TrainingEngine:
     def update(self, learning_rate: float | None) -> Update:
         """Clip, step, clear; a gradient that is not finite changes nothing. `None`: the ds_config has a scheduler."""
         update = self._step(learning_rate)
-        self._skipped_in_a_row = 0 if update.applied else self._skipped_in_a_row + 1
-        if self._skipped_in_a_row == self._max_skipped:
-            raise RunFailed(
-                f"the gradients of {self._max_skipped} steps in a row are not finite; lower the learning rate and "
-                f"start again: the run goes on from its last checkpoint"
+        self.skipped_in_a_row = 0 if update.applied else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == self._max_skipped:
+            raise Diverged(
+                f"the gradients of {self._max_skipped} steps in a row are not finite (optimizer.max_skipped); resume "
+                f"from an earlier checkpoint with a lower learning rate"
             )
         return update
 
@@ -177,15 +178,16 @@ class TrainingEngine:
         finally:
             torch.serialization.set_crc32_options(had_checksums)
 
-    def load(self, directory: Path, tag: str) -> None:
-        with redirect_stdout(sys.stderr):  # where DeepSpeed prints; standard output is for results
-            path, _ = self._engine.load_checkpoint(str(directory), tag=tag)
-        assert path is not None, f"DeepSpeed found nothing in {directory / tag}"
+    def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load weights and optimizer state of a checkpoint whose flat tensors lie as this engine's do."""
+        for group, held in zip(flat_groups(self._engine), saved, strict=True):
+            write_group(group, held)
+        refresh_weights(self._engine)
 
     def fragments(self) -> list[Fragment]:
         return fragments(self._engine, data_rank=self._topology.data.rank)
 
-    def load_logical(self, read: Callable[[str], dict[str, Tensor]], loss_scaler: dict[str, Any]) -> None:
+    def load_logical(self, read: Callable[[str], dict[str, Tensor]]) -> None:
         """Weights and optimizer state from whole tensors, whatever grid they come from."""
         axis, groups, mine = self._topology.tensor, flat_groups(self._engine), self.fragments()
         if self.zero_stage == 0:  # every rank holds everything
@@ -201,8 +203,18 @@ class TrainingEngine:
             for fragment in stretches:
                 write_fragment(groups[fragment.group], fragment, logical)
         refresh_weights(self._engine)
+
+    def resume(self, counters: Counters) -> None:
+        """Restore what DeepSpeed counts in addition to weights and optimizer state."""
+        self._engine.global_steps = counters.global_steps
+        self._engine.global_samples = counters.global_samples
+        self._engine.skipped_steps = counters.skipped_steps
         if getattr(self._engine.optimizer, "dynamic_loss_scale", False):
-            vars(self._engine.optimizer.loss_scaler).update(loss_scaler)
+            vars(self._engine.optimizer.loss_scaler).update(counters.loss_scaler)
+        if self._engine.lr_scheduler is not None:
+            self._engine.lr_scheduler.load_state_dict(dict(counters.scheduler))
+            for group, rates in zip(self._engine.optimizer.param_groups, counters.rates, strict=True):
+                group.update(rates)
 
     def working_weight(self, name: str) -> Tensor:
         """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks ask for

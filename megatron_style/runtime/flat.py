@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # DeepSpeed's choice at ZeRO 1 for bf16 summed in float32
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Fragment:
-    param: str
-    group: int  # which flat tensor
-    start: int  # where in it
-    count: int
-    offset: int  # where in the flattened shard of the parameter
+from megatron_style.parallel.sharding import Fragment
 
 
 @dataclass(frozen=True)
@@ -168,3 +161,15 @@ def write_fragment(group: FlatGroup, fragment: Fragment, logical: dict[str, Tens
             target = group.state.setdefault(name, torch.zeros_like(group.weights))
         part = values.reshape(-1)[fragment.offset : fragment.offset + fragment.count]
         target.view(-1)[fragment.start : fragment.start + fragment.count].copy_(part)
+
+
+@torch.no_grad()
+def write_group(group: FlatGroup, held: Mapping[str, Any]) -> None:
+    """Copy what a file holds of one flat tensor: its `weight`, perhaps without padding, and the optimizer's state."""
+    group.weights.view(-1)[: held["weight"].numel()].copy_(held["weight"].view(-1))
+    for name, value in held.items():
+        if name == "weight":
+            continue
+        if isinstance(value, Tensor):  # a number, such as Adam's step, stays on the host
+            value = value.to(group.weights.device if value.dim() else value.device, copy=True)
+        group.state[name] = value

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_style.config.command import log
 from megatron_style.config.events import Event
-from megatron_style.config.run import RunConfig, save_run
+from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.parallel.topology import Topology
 from megatron_style.runtime.board import Board, code_block, scalars_of
@@ -47,6 +47,8 @@ class Journal:
         """Figures that are carried on come from the last line, which every step that saves has."""
         folder = run.output.path
         folder.mkdir(parents=True, exist_ok=True)
+        if first_step:
+            keep_older(folder / "run.yaml", run, first_step)
         save_run(run, folder / "run.yaml")
         self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
         if trained := [event for event in self._metrics.kept if event["kind"] == "train"]:

@@ -14,7 +14,7 @@ from megatron_style.runtime.process import Process
 
 Phase = Literal["preflight", "training", "evaluating", "saving", "ended", "failed"]
 Follows = Literal["", "waiting", "left"]
-State = Literal["finished", "stopped", "failed"]
+State = Literal["finished", "stopped", "failed", "diverged"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from types import FrameType
 
 from megatron_style.config.command import (
     EXIT_BAD_INPUT,
+    EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -118,6 +119,9 @@ class Supervisor:
             return EXIT_DONE
         if status and status.state == "stopped":
             return EXIT_STOPPED
+        if status and status.state == "diverged":
+            log(f"supervisor: step {status.step}: {status.error}; not tried again, because it would diverge again")
+            return EXIT_DIVERGED
         if code == EXIT_BAD_INPUT:
             log("supervisor: the run's input is wrong, so it is not tried again")
             return EXIT_BAD_INPUT

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_style.config.command import log
-from megatron_style.config.errors import Stopped, UserError
+from megatron_style.config.errors import Diverged, Stopped, UserError
 from megatron_style.runtime.heartbeat import Heartbeat
 from megatron_style.runtime.lock import FolderLock, remove_if_empty
 from megatron_style.runtime.process import this_process
@@ -108,7 +108,7 @@ def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException)
         if _lost_a_peer(error):
             heartbeat.wait_for_cause(told)
         heartbeat.failed(told)
-        launch.ends("failed", heartbeat.step, told)
+        launch.ends("diverged" if isinstance(error, Diverged) else "failed", heartbeat.step, told)
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:

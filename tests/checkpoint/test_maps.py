@@ -16,8 +16,8 @@ from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.proof import compared
 from megatron_style.config.errors import RunFailed
 from megatron_style.config.run import RunConfig
-from megatron_style.parallel.sharding import Layout
-from megatron_style.runtime.flat import Fragment, fragments
+from megatron_style.parallel.sharding import Fragment, Layout
+from megatron_style.runtime.flat import fragments
 from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.checkpoint.test_resume import expect_close, make_run, metrics, on_ranks

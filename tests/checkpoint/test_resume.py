@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -237,16 +238,20 @@ def test_a_run_moves_to_another_zero_stage_and_micro_batch(
     expect_close(moved, whole, half=half)
 
 
-def test_a_schedule_of_the_ds_config_stays_on_its_grid(folder: Path) -> None:
-    """Its state is DeepSpeed's own, so it cannot move; that is said, not guessed."""
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3}}
-    for zero, halt_after in ((1, 3), (2, None)):
-        run = make_run(folder, zero=zero, steps=6, optimizer={"learning_rate": None})
-        write_ds_config(folder, zero_optimization={"stage": zero}, scheduler=scheduler)
-        if halt_after:
-            on_ranks(run, 1, halt_after=halt_after)
-    with pytest.raises(Exception, match="is of another grid, and its learning rate is the ds_config's scheduler"):
-        on_ranks(run, 1)
+def test_a_schedule_of_the_ds_config_moves_along(folder: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 5}}
+
+    def at(name: str, zero: int) -> RunConfig:
+        ds = {"scheduler": scheduler}
+        return make_run(folder, name, zero=zero, steps=6, optimizer={"learning_rate": None}, ds=ds)
+
+    whole = at("whole", 1)
+    on_ranks(whole, 1)
+    on_ranks(at("moved", 1), 1, halt_after=2)
+    on_ranks(at("moved", 1), 1, halt_after=1)
+    moved = at("moved", 2)
+    on_ranks(moved, 1)
+    expect_close(moved, whole)
 
 
 def test_with_another_update_size_every_token_is_still_read_once(folder: Path) -> None:
@@ -389,7 +394,8 @@ def run_and_kill(run: RunConfig, world: int, pids: Path, *, after: float, whom: 
     finished = driver.exitcode == 0
     if driver.is_alive():
         if whom is not None and (pids / str(whom)).exists():
-            os.kill(int((pids / str(whom)).read_text()), signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended just now
+                os.kill(int((pids / str(whom)).read_text()), signal.SIGKILL)
             driver.join(20)
         if driver.is_alive():
             os.killpg(driver.pid or 0, signal.SIGKILL)
@@ -419,3 +425,78 @@ def test_kill_9_at_any_moment_loses_nothing(folder: Path, zero: int, kills: int)
             read_manifest(leftovers / (leftovers / "latest").read_text())
     on_ranks(run, 2)
     expect_bitwise(run, whole)
+
+
+def test_saving_over_a_checkpoint_keeps_the_new_one(folder: Path, whole_12: RunConfig) -> None:
+    """The newest is damaged, so the run resumes one step earlier, reaches its step again and replaces it."""
+    run = make_run(folder, steps=12, output={"save_every": 1})
+    on_ranks(run, 1, halt_after=8)
+    damage(next((run.output.path / "checkpoints" / "global_step8").glob("*optim_states.pt")), "flipped")
+    on_ranks(run, 1)
+    assert [event["loss"] for event in metrics(run)] == [event["loss"] for event in metrics(whole_12)]
+    names = sorted(path.name for path in (run.output.path / "checkpoints").iterdir() if path.is_dir())
+    assert names == ["global_step11", "global_step12"]
+
+
+def test_exchanged_checkpoints_are_damaged(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each is complete, but not what its name says: its weights would be taken for another step's."""
+    run = make_run(folder, steps=12, output={"save_every": 2, "keep_last": 3})
+    on_ranks(run, 1, halt_after=6)
+    saved = run.output.path / "checkpoints"
+    for old, new in (("global_step4", "spare"), ("global_step6", "global_step4"), ("spare", "global_step6")):
+        (saved / old).rename(saved / new)
+    on_ranks(run, 1, halt_after=5)
+    told = capfd.readouterr().err
+    assert "global_step6 is passed over: its manifest is of step 4" in told
+    assert "global_step4 is passed over: its manifest is of step 6" in told
+    assert "resuming at step 2 " in told
+
+
+def test_what_else_lies_beside_checkpoints_is_left_alone(folder: Path) -> None:
+    run = make_run(folder, steps=12, output={"save_every": 1})
+    others = ["global_step4.bak1", "global_step²", "global_step4.old.partial", "global_step007", "notes"]
+    for name in others:
+        (run.output.path / "checkpoints" / name).mkdir(parents=True)
+    on_ranks(run, 1, halt_after=3)
+    on_ranks(run, 1)
+    left = {path.name for path in (run.output.path / "checkpoints").iterdir() if path.is_dir()}
+    assert left == {"global_step11", "global_step12", *others}
+
+
+class Payload:
+    """What a stranger may have put into a file: it writes another when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = str(target)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._target}",)
+
+
+def poison(checkpoint: Path, file: Path, target: Path) -> None:
+    """Put a payload into a file of a checkpoint, and make its manifest agree."""
+    state = torch.load(file, weights_only=False)
+    torch.save(state | {"extra": Payload(target)}, file)
+    manifest = checkpoint / "manifest.json"
+    data = json.loads(manifest.read_text().split("\n")[0])
+    data["files"][file.name] = [file.stat().st_size, xxhash.xxh3_128(file.read_bytes()).hexdigest()]
+    text = json.dumps(data)
+    manifest.write_text(f"{text}\n{xxhash.xxh3_128(text.encode()).hexdigest()}\n")
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("pattern", ["*optim_states.pt", "*model_states.pt"])
+def test_a_strangers_checkpoint_runs_nothing(folder: Path, zero: int, pattern: str) -> None:
+    """Neither on its own grid nor on another."""
+    run = make_run(folder, zero=zero, steps=4)
+    on_ranks(run, 1, halt_after=1)
+    checkpoint = run.output.path / "checkpoints" / "global_step1"
+    files = sorted(checkpoint.glob(pattern))
+    if not files:
+        assert zero == 0  # one file holds all
+        return
+    poison(checkpoint, files[0], folder / "executed")
+    for stage in (zero, 1 if zero != 1 else 2):
+        with pytest.raises(Exception, match="holds more than tensors and plain values, so it is not loaded"):
+            on_ranks(make_run(folder, zero=stage, steps=4), 1)
+    assert not (folder / "executed").exists()

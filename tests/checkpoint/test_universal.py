@@ -44,7 +44,7 @@ LR = 0.003
 STEPS = 3  # that a checkpoint of these tests has seen
 OPTIMIZERS = {
     "nag": {"name": "nag", "learning_rate": {"peak": 0.1}},
-    "adamw": {"name": "adamw", "weight_decay": 0.01, "eps": 1e-6, "learning_rate": {"peak": 0.01}},
+    "adamw": {"name": "adamw", "weight_decay": 0.01, "decay": "all", "eps": 1e-6, "learning_rate": {"peak": 0.01}},
 }
 STATES = {"nag": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step")}
 
@@ -54,7 +54,14 @@ STATES = {"nag": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq", "step"
 
 def write_folder(folder: Path, kind: str, optimizer: str | None) -> ModelFolderConfig:
     """A model folder as `convert export --optimizer` makes it."""
-    training = {"optimizer": optimizer, "learning_rate": 0.25, "momentum": 0.9, "weight_decay": 0.01, "epoch": 3}
+    training = {
+        "optimizer": optimizer,
+        "learning_rate": 0.25,
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        "decay": "all",
+        "epoch": 3,
+    }
     data = tiny_config(kind).as_data() | {"step": 7, "training": training if optimizer else None}
     config = ModelFolderConfig.parse(data, source="tiny model")
     weights, generator = weights_of(tiny_model(config, torch.float32)), torch.Generator().manual_seed(5)
@@ -139,11 +146,11 @@ def plain_engine(
     """As anybody may build one around this model, with other weights; nothing is loaded yet."""
     model = Shortformer(run.model, VOCAB_SIZE, topology.tensor)
     initialise(model, 99, topology.tensor)
-    params = list(model.parameters())
-    parts = [{"params": params[index::groups]} for index in range(groups)]
-    optimizer = make_optimizer(run.optimizer, parts, on_cpu=False)  # type: ignore[arg-type]
-    for group in optimizer.param_groups:
-        group["lr"] = LR
+    optimizer = make_optimizer(run.optimizer, model, on_cpu=False)
+    (all_of_it,) = optimizer.param_groups
+    params = all_of_it["params"]
+    parts = [params[index::groups] for index in range(groups)]
+    optimizer.param_groups = [all_of_it | {"params": part, "lr": LR} for part in parts]
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": run.optimizer.clip_norm,

@@ -74,11 +74,11 @@ def test_verify_tells_models_apart(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("zero", "half"),
-    [(1, True), (2, False), (3, True)]
-    + [pytest.param(*case, marks=pytest.mark.sweep) for case in ((1, False), (2, True), (3, False))],
+    [(1, False), (2, True), (3, True)]
+    + [pytest.param(*case, marks=pytest.mark.sweep) for case in ((2, False), (3, False))],
 )
 def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, half: bool) -> None:
-    """`zero_to_fp32`, at TP 1: it does not know tensor parallelism."""
+    """`zero_to_fp32`, at TP 1: it does not know tensor parallelism, nor DeepSpeed's optimizer for bf16 at ZeRO 1."""
     run = make_run(folder, data=2, zero=zero, steps=6, half=half)
     on_ranks(run, 2)
     code = "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as f; import sys, torch\n"

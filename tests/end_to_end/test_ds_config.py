@@ -36,7 +36,7 @@ def start(path: Path, log: Path, *settings: str) -> int:
 
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
-    process.join(100)
+    process.join(300)
     assert process.exitcode is not None
     return process.exitcode
 

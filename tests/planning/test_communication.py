@@ -86,7 +86,9 @@ def sent_in_a_step(run: RunConfig) -> Sent:
 
 def sent_and_planned(case: Case, folder: Path) -> tuple[Sent, Traffic]:
     write_corpus(folder, tokens=4000)
-    zero: dict[str, Any] = {"stage": case.zero, "reduce_bucket_size": 1_000_000, "overlap_comm": case.overlaps}
+    zero: dict[str, Any] = {"stage": case.zero}
+    if case.zero > (1 if case.half else 0):  # there are no buckets otherwise
+        zero |= {"reduce_bucket_size": 1_000_000, "overlap_comm": case.overlaps}
     zero |= {"stage3_param_persistence_threshold": 0} if case.zero == 3 else {}
     half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}} if case.half else {}
     run = tiny_run(

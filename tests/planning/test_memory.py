@@ -75,8 +75,10 @@ MORE_CASES = {
 
 def run_of(case: Case, folder: Path) -> RunConfig:
     write_corpus(folder, tokens=10 * TOKENS, vocab_size=VOCAB_SIZE)
-    zero: dict[str, Any] = {"stage": case.zero, "stage3_param_persistence_threshold": 1000}
-    zero |= {"reduce_bucket_size": case.bucket, "overlap_comm": case.bucket > 1000}
+    zero: dict[str, Any] = {"stage": case.zero}
+    zero |= {"stage3_param_persistence_threshold": 1000} if case.zero == 3 else {}
+    if case.zero > (1 if case.full_gradients and not case.offload else 0):  # there are no buckets otherwise
+        zero |= {"reduce_bucket_size": case.bucket, "overlap_comm": case.bucket > 1000}
     zero |= {"offload_optimizer": {"device": "cpu"}} if case.offload else {}
     zero |= {"offload_param": {"device": "cpu"}} if case.offload and case.zero == 3 else {}
     settings = {"zero_optimization": zero} | ({"bf16": {"enabled": True}} if case.half else {})
