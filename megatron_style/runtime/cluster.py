@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -62,5 +63,6 @@ def signal_ranks(
 
 def _signal_command(record: RankRecord, number: signal.Signals) -> str:
     """For any shell. A hostfile may name hosts by their addresses, so each host asks itself who it is."""
-    started = f"\"$(sed 's/.*) //' /proc/{record.pid}/stat 2>/dev/null | cut -d ' ' -f 20)\""
-    return f'[ "$(hostname)" = "{record.host}" ] && [ {started} = "{record.started}" ] && kill -{number:d} {record.pid}'
+    started = f"\"$(sed 's/.*) //' /proc/{record.pid:d}/stat 2>/dev/null | cut -d ' ' -f 20)\""
+    here = f'[ "$(hostname)" = {shlex.quote(record.host)} ]'
+    return f'{here} && [ {started} = "{record.started:d}" ] && kill -{number:d} {record.pid:d}'

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from megatron_style.config.errors import RunFailed, UserError
 from megatron_style.runtime.carried import carried_variables
 
-_LINE = re.compile(r"(?P<name>[^\s=]+)\s+slots=(?P<slots>[1-9]\d*)")
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+_NAME = r"[A-Za-z0-9_\[][A-Za-z0-9_.:@%\]-]*"  # nothing that ssh or a shell would take for something else
+_LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>[1-9][0-9]{{0,5}})")
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--")
 
 Result = TypeVar("Result")
 
@@ -86,7 +87,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         if match is None:
             raise UserError(f"{path}, line {number}: {text!r}; expected a host and its slots, such as `node1 slots=8`")
         if match["name"] in hosts:
-            raise UserError(f"{path}, line {number}: {match['name']} stands there twice; add its slots up in one line")
+            raise UserError(f"{path}, line {number}: {match['name']} is there twice; add its slots up in one line")
         hosts[match["name"]] = Host(match["name"], int(match["slots"]))
     if not hosts:
         raise UserError(f"{path}: names no host; expected lines such as `node1 slots=8`")

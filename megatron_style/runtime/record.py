@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_style.runtime.process import Process
 
@@ -47,6 +48,10 @@ class Seen:
 
     record: RankRecord
     mark: tuple[int, bytes]
+
+
+_MOST_BYTES = 2**16
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def now() -> str:
@@ -88,18 +93,36 @@ def write_status(folder: Path, status: Status) -> None:
 
 def read_status(folder: Path) -> Status | None:
     try:
-        return Status(**json.loads((folder / "status.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        with (folder / "status.json").open("rb") as file:
+            status = Status(**json.loads(file.read(_MOST_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return status if status.state in get_args(State) and type(status.step) is int else None
 
 
 def _read_record(path: Path) -> Seen | None:
     try:
         with path.open("rb") as file:
-            content, changed = file.read(), os.fstat(file.fileno()).st_mtime_ns
-        return Seen(RankRecord(**json.loads(content)), (changed, content))
-    except (OSError, ValueError, TypeError):
+            content, changed = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_mtime_ns
+        record = RankRecord(**json.loads(content))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return Seen(record, (changed, content)) if _is_sound(record) else None
+
+
+def _is_sound(record: RankRecord) -> bool:
+    """True if every field is of its kind. A run's folder may come from a stranger, and what a record says goes into
+    commands on other hosts."""
+    numbers = (record.pid, record.started, record.rank, record.step, record.beats)
+    texts = (record.host, record.place, record.launch, record.time, record.during, record.error)
+    return (
+        all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        and all(type(text) is str for text in texts)
+        and record.pid > 0
+        and _HOST.fullmatch(record.host) is not None
+        and record.phase in get_args(Phase)
+        and record.follows in get_args(Follows)
+    )
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

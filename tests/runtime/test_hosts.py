@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_style.config.errors import UserError
 from megatron_style.runtime.hosts import Host, Unanswered, ask_all, read_hostfile, this_machine
+from megatron_style.runtime.process import this_process
+from megatron_style.runtime.record import RankRecord, now, read_records, record_path, write_record
 from tests.support.launch import ROOT
 
 WRONG = {
@@ -16,7 +22,7 @@ WRONG = {
     "no slot": ("node1 slots=0\n", "line 1"),
     "spaces": ("node1 slots = 8\n", "line 1"),
     "something more": ("node1 slots=8 max_slots=9\n", "line 1"),
-    "twice": ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 stands there twice"),
+    "twice": ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 is there twice"),
     "empty": ("\n# nothing\n", "names no host"),
 }
 
@@ -68,3 +74,50 @@ def test_a_silent_host_does_not_keep_the_others_from_answering() -> None:
     answers, silent = ask_all(hosts, ask)
     assert answers == {a: "A", c: "C"}
     assert list(silent) == [b]
+
+
+@pytest.mark.parametrize(
+    "name", ["-oProxyCommand=touch", "a;touch", "$(touch)", "`touch`", "a|b", "a'b", 'a"b', "a\\b"]
+)
+def test_a_host_that_a_shell_would_take_for_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "hosts").write_text(f"{name} slots=1\n")
+    with pytest.raises(UserError, match=r"line 1: .*; expected a host and its slots"):
+        read_hostfile(tmp_path / "hosts")
+
+
+def test_a_name_never_becomes_an_option_of_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[str] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        words.extend(command)
+        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    Host("node1").run("true", 1)
+    assert words[-3:] == ["--", "node1", "true"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": 'node"; touch executed; "'},
+        {"host": "$(touch executed)"},
+        {"host": "-oProxyCommand=x"},
+        {"pid": "1; touch executed"},
+        {"pid": -1},
+        {"pid": True},
+        {"started": "$(touch executed)"},
+        {"rank": None},
+        {"beats": "many"},
+        {"phase": "dancing"},
+        {"unknown": 1},
+    ],
+)
+def test_an_odd_record_of_a_rank_is_not_there(tmp_path: Path, change: dict[str, Any]) -> None:
+    """It would go into commands on other hosts, and into the heartbeat's comparisons."""
+    record = RankRecord(**asdict(this_process()), rank=1, launch="a", step=3, phase="training", time=now())
+    (tmp_path / "ranks").mkdir()
+    write_record(tmp_path, record)
+    assert read_records(tmp_path)[1].record == record
+    record_path(tmp_path, 1).write_text(json.dumps(asdict(record) | change))
+    assert read_records(tmp_path) == {}
