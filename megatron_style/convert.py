@@ -54,23 +54,28 @@ def parse_args() -> argparse.Namespace:
     incoming.add_argument("checkpoint", type=Path, metavar="FILE.pt")
     incoming.add_argument("--dictionary", type=Path, required=True, metavar="dict.txt")
     incoming.add_argument("--output", type=Path, required=True, metavar="DIR")
+    add_overwrite_flag(incoming)
 
     export = add("export", export_model, "a training checkpoint of any grid -> a model folder in float32")
     export.add_argument("model", type=Path, metavar="MODEL")
     export.add_argument("--output", type=Path, required=True, metavar="DIR")
+    add_overwrite_flag(export)
     export.add_argument("--optimizer", action="store_true", help="with the optimizer's state: training can go on")
 
     outgoing = add("export-fairseq", export_fairseq, "-> a checkpoint that the reference loads")
     outgoing.add_argument("model", type=Path, metavar="MODEL")
     outgoing.add_argument("--output", type=Path, required=True, metavar="FILE.pt")
+    add_overwrite_flag(outgoing)
 
     hub = add("export-hf", export_huggingface, "-> a folder that transformers loads (AutoModelForCausalLM)")
     hub.add_argument("model", type=Path, metavar="MODEL")
     hub.add_argument("--output", type=Path, required=True, metavar="DIR")
+    add_overwrite_flag(hub)
 
     everywhere = add("export-universal", export_universal, "-> a universal checkpoint, for any engine of DeepSpeed's")
     everywhere.add_argument("model", type=Path, metavar="MODEL")
     everywhere.add_argument("--output", type=Path, required=True, metavar="DIR")
+    add_overwrite_flag(everywhere)
 
     again = add(
         "reshard", reshard_checkpoint, "a training checkpoint -> one for another grid (`train` can do it itself)"
@@ -87,6 +92,10 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def add_overwrite_flag(kind: argparse.ArgumentParser) -> None:
+    kind.add_argument("--overwrite", action="store_true", help="replace an output that was made from something else")
+
+
 def import_fairseq(args: argparse.Namespace) -> Result:
     if not args.dictionary.is_file():
         raise UserError(f"--dictionary {args.dictionary}: no such file; fairseq's dict.txt is expected")
@@ -98,7 +107,7 @@ def import_fairseq(args: argparse.Namespace) -> Result:
             f"{source.config.vocab_size}; the dictionary it was trained with is needed"
         )
     source = replace(source, tokenizer=lambda: dictionary)
-    return _summary(args.output, source, transfer(source, model_folder, args.output))
+    return _summary(args.output, source, transfer(source, model_folder, args.output, overwrite=args.overwrite))
 
 
 def export_model(args: argparse.Namespace) -> Result:
@@ -107,23 +116,23 @@ def export_model(args: argparse.Namespace) -> Result:
         source = source.without_optimizer()
     elif source.state is None:
         raise UserError(f"{args.model}: holds no optimizer state, so --optimizer has nothing to export")
-    return _summary(args.output, source, transfer(source, model_folder, args.output))
+    return _summary(args.output, source, transfer(source, model_folder, args.output, overwrite=args.overwrite))
 
 
 def export_fairseq(args: argparse.Namespace) -> Result:
     source = open_model(args.model)
-    return _summary(args.output, source, transfer(source, fairseq, args.output))
+    return _summary(args.output, source, transfer(source, fairseq, args.output, overwrite=args.overwrite))
 
 
 def export_huggingface(args: argparse.Namespace) -> Result:
     source = open_model(args.model).without_optimizer()
-    certificate = transfer(source, huggingface, args.output, huggingface.certify_export)
+    certificate = transfer(source, huggingface, args.output, huggingface.certify_export, overwrite=args.overwrite)
     return _summary(args.output, source, certificate) | {"computed_by": certificate.computed_by}
 
 
 def export_universal(args: argparse.Namespace) -> Result:
     source = open_model(args.model)
-    return _summary(args.output, source, transfer(source, universal, args.output))
+    return _summary(args.output, source, transfer(source, universal, args.output, overwrite=args.overwrite))
 
 
 def reshard_checkpoint(args: argparse.Namespace) -> Result:

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_style.config.command import add_json_flag, command_parser, run_command, show
 from megatron_style.config.errors import UserError
 from megatron_style.reporting.history import read_runs
-from megatron_style.reporting.page import page
+from megatron_style.reporting.page import is_page, page
 from megatron_style.reporting.style import RUN_COLOURS
 
 MOST_RUNS = len(RUN_COLOURS["light"])  # more would share colours
@@ -23,6 +23,8 @@ def main() -> None:
         raise UserError(f"--output {args.output}: must be a file in a folder that exists")
     if len(args.runs) > MOST_RUNS:
         raise UserError(f"RUN_DIR: {len(args.runs)} runs are given; a page compares {MOST_RUNS} at most")
+    if args.output.is_file() and not args.overwrite and not is_page(args.output):
+        raise UserError(f"--output {args.output}: exists and is not a report; use --overwrite to replace it")
     runs = read_runs(args.runs)
     try:
         args.output.write_text(page(runs), encoding="utf-8")
@@ -39,6 +41,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--output", type=Path, required=True, metavar="report.html")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file that is not a report")
     add_json_flag(parser)
     return parser.parse_args()
 

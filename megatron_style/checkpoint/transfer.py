@@ -17,7 +17,7 @@ from typing import Protocol
 from megatron_style.checkpoint.certificate import FILE, Certificate, certify
 from megatron_style.checkpoint.model_folder import check_place
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.config.errors import RunFailed
+from megatron_style.config.errors import RunFailed, UserError
 from megatron_style.data.folder import put_in_place
 
 EXTRA_MEMORY = 16 * 2**20
@@ -39,9 +39,14 @@ def transfer(
     form: Format,
     output: Path,
     certifier: Callable[[ModelSource, ModelSource], Certificate] = certify,
+    *,
+    overwrite: bool = False,
 ) -> Certificate:
-    """The certificate lies in the output's folder, or beside its file."""
+    """Write the model in another form, with a certificate in the output's folder or beside its file. A model that was
+    made from something else is replaced only with `overwrite`."""
     check_place(output)
+    if not overwrite:
+        _check_same_source(output, source)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as directory:
         written = Path(directory) / output.name
@@ -49,6 +54,18 @@ def transfer(
         certificate = certifier(source, form.read(written))
         deliver(written, certificate, output)
     return certificate
+
+
+def _check_same_source(output: Path, source: ModelSource) -> None:
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    try:
+        made_from = json.loads((output / FILE).read_text(encoding="utf-8"))["source"]
+    except (OSError, ValueError, LookupError, TypeError):
+        made_from = None
+    if made_from != str(source.path):
+        origin = f"made from {made_from}" if made_from else "of unknown origin"
+        raise UserError(f"--output {output}: holds a model {origin}; use --overwrite to replace it, or another folder")
 
 
 def deliver(written: Path, certificate: Certificate, output: Path) -> None:

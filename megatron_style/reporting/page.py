@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_style.reporting import charts
 from megatron_style.reporting.bars import draw_bars
@@ -23,12 +24,24 @@ from megatron_style.reporting.tables import (
 )
 from megatron_style.reporting.units import COUNT, FLOPS, TIME
 
+_GENERATOR = "megatron_style.report"
+
+
+def is_page(path: Path) -> bool:
+    """True if the file is such a page, which a new one may replace."""
+    try:
+        with path.open("rb") as file:
+            return f'content="{_GENERATOR}"'.encode() in file.read(1000)
+    except OSError:
+        return False
+
 
 def page(runs: Sequence[RunHistory]) -> str:
     names = ", ".join(run.name for run in runs)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", name="generator", content=_GENERATOR),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("title", text(names)),
         tag("style", Markup(style_sheet())),

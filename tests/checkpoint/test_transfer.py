@@ -16,7 +16,7 @@ from megatron_style.checkpoint.source import ModelSource
 from megatron_style.checkpoint.transfer import transfer
 from megatron_style.convert import main
 from megatron_style.inference.perplexity import Protocol, score
-from tests.support.tiny import content, read_model, run_here, tiny_config, write_tiny_model
+from tests.support.tiny import content, expect_refusal, read_model, run_here, tiny_config, write_tiny_model
 
 PROVEN = {"largest_weight_difference": 0.0, "largest_nll_difference": 0.0, "passed": True}
 
@@ -98,3 +98,17 @@ def test_layer_by_layer_gives_what_the_whole_model_gives(
     protocol = Protocol("cached" if cache else "nonoverlapping", config.segment_length, config.cache_length)
     whole = score(model, text[1:].numpy(), protocol, eos=int(text[0])).nll
     assert streamed_nll(model_folder.read(tmp_path / "model"), text) == pytest.approx(whole, abs=1e-12)
+
+
+def test_another_model_is_replaced_only_when_asked(tmp_path: Path, source: ModelSource) -> None:
+    write_tiny_model(tmp_path / "other", tiny_config("tied"))
+    output = tmp_path / "out"
+    for _ in range(2):  # the same model again is no loss
+        assert run_here(main, "export", source.path, "--output", output).code == 0
+    before = content(output)
+    done = run_here(main, "export", tmp_path / "other", "--output", output)
+    expect_refusal(done, f"--output {output}: holds a model made from {source.path}; use --overwrite")
+    assert content(output) == before
+    assert run_here(main, "export", tmp_path / "other", "--output", output, "--overwrite").code == 0
+    (output / "certificate.json").unlink()
+    expect_refusal(run_here(main, "export", source.path, "--output", output), "a model of unknown origin")

@@ -48,9 +48,9 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def import_into(folder: Path, name: str = "model.pt") -> Done:
-    dictionary = folder / "dict.txt"
-    return run_here(main, "import-fairseq", folder / name, "--dictionary", dictionary, "--output", folder / "out")
+def import_into(folder: Path, name: str = "model.pt", *flags: str) -> Done:
+    places = ("--dictionary", folder / "dict.txt", "--output", folder / "out")
+    return run_here(main, "import-fairseq", folder / name, *places, *flags)
 
 
 # What it imports
@@ -86,9 +86,10 @@ def test_a_checkpoint_in_the_format_before_zip_files_is_read(here: Path) -> None
     assert import_into(here).code == 0
 
 
-def test_an_old_model_in_the_same_place_is_replaced(here: Path) -> None:
+def test_an_old_model_in_the_same_place_is_replaced_when_asked(here: Path) -> None:
     write_tiny_model(here / "out", tiny_config("tied"))
-    assert import_into(here).code == 0
+    expect_refusal(import_into(here), "holds a model of unknown origin; use --overwrite")
+    assert import_into(here, "model.pt", "--overwrite").code == 0
     assert read_model(here / "out")[1] == tiny_config()
 
 

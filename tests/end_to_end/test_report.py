@@ -228,3 +228,13 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path) -> No
     expect_refusal(report(run, "--output", tmp_path / "empty"), "--output", "must be a file")
     expect_refusal(report(run, "--output", "/dev/full"), "--output /dev/full: cannot be written", "name another file")
     assert content(tmp_path) == before
+
+
+def test_only_a_report_is_replaced(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", SMALL)
+    other = tmp_path / "thesis.html"
+    other.write_text("years of work")
+    expect_refusal(run_here(main, run, "--output", other), "exists and is not a report; use --overwrite")
+    assert other.read_text() == "years of work"
+    assert run_here(main, run, "--output", other, "--overwrite").code == 0
+    assert run_here(main, run, "--output", other).code == 0  # now it is one
