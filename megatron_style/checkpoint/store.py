@@ -93,7 +93,7 @@ class CheckpointStore:
         folder = folder or self._folder / f"{_PREFIX}{manifest.step}"
         check_same_model(manifest.run["model"], manifest.vocab_size, engine, folder)
         _check_same_optimizer(manifest, self._run, folder)
-        if manifest.step > schedule.total_steps or schedule.place_of(manifest.step) != manifest.place:
+        if not schedule.is_at(manifest.step, manifest.place):
             raise UserError(
                 f"{folder}: with these stages and data its {manifest.step} steps would have read other text, so going "
                 f"on would lose or repeat some; put back what was changed, or choose another output.path"

@@ -7,6 +7,7 @@ a pass is short.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -42,6 +43,20 @@ class Pass(ABC):
     def after(self, turns: int) -> Unread:
         """What is left when the first `turns` steps have been read."""
 
+    @abstractmethod
+    def tokens_before(self, turn: int) -> int:
+        """Over all rows, of the turns before this one. Does not look at every segment."""
+
+    def place(self, turn: int) -> str:
+        """What has been read before a turn, as a digest: of what was unread at first, and of how it is read."""
+        settings = (type(self).__name__, self.unread.digest, self.rows, self.segment_length, self.order_key, turn)
+        return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+    @property
+    def order_key(self) -> tuple[int, ...]:
+        """What decides the order, apart from the text."""
+        return ()
+
     def tokens_at(self, turn: int) -> int:
         """Over all rows."""
         return int(self._lengths(turn).sum())
@@ -68,6 +83,10 @@ class TextLanes(Pass):
         firsts = self._bounds[rows] + turn * self.segment_length
         return firsts, np.clip(self._bounds[rows + 1] - firsts, 0, self.segment_length)
 
+    def tokens_before(self, turn: int) -> int:
+        lanes = np.diff(self._bounds)
+        return int(np.minimum(lanes, turn * self.segment_length).sum())
+
     def after(self, turns: int) -> Unread:
         ends = self._bounds[1:]
         return self.unread.keep(np.minimum(self._bounds[:-1] + turns * self.segment_length, ends), ends)
@@ -92,6 +111,16 @@ class ShuffledSegments(Pass):
         firsts = np.where(index < len(order), order[np.minimum(index, len(order) - 1)] * self.segment_length, tokens)
         return firsts, np.clip(tokens - firsts, 0, self.segment_length)
 
+    @property
+    def order_key(self) -> tuple[int, ...]:
+        return self.key
+
+    def tokens_before(self, turn: int) -> int:
+        """All segments are full but the last one of the text, wherever it comes."""
+        read = min(turn * self.rows, self._segments)
+        missing = self._segments * self.segment_length - self.unread.tokens
+        return read * self.segment_length - (missing if _place_of_last(self.key, self._segments) < read else 0)
+
     def after(self, turns: int) -> Unread:
         if turns >= self.steps:
             return Unread.whole(0)
@@ -107,6 +136,12 @@ class ShuffledSegments(Pass):
 def _shuffled(key: tuple[int, ...], segments: int) -> Places:
     """Segments in the order they are read."""
     return np.random.default_rng(key).permutation(segments)
+
+
+@lru_cache(maxsize=16)
+def _place_of_last(key: tuple[int, ...], segments: int) -> int:
+    """When the last segment of the text is read."""
+    return int(np.argmax(_shuffled(key, segments)))
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -8,7 +8,7 @@ none is lost.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,18 +108,33 @@ class StageSchedule:
             turns = min(step, following) - stretch.first_step
             if turns <= 0:
                 break
-            total += stretch.lanes.unread.tokens - stretch.lanes.after(turns).tokens
+            total += stretch.lanes.tokens_before(turns)
         return total
 
     def place_of(self, step: int) -> dict[str, int | str]:
-        """How far the text has been read before a step. Equal places: no token is lost or read twice by going on."""
+        """How far the text has been read before a step. Equal places: no token is lost or read twice by resuming."""
         if step == 0:
-            return {"epoch": 0, "unread": Unread.whole(self.corpus_tokens).digest()}
+            return {"epoch": 0, "pass": Unread.whole(self.corpus_tokens).digest}
+        before = self.plan(step - 1)
+        if before.turn + 1 < before.lanes.steps:
+            return {"epoch": before.epoch, "pass": before.lanes.place(before.turn + 1)}
+        return {"epoch": before.epoch + 1, "pass": Unread.whole(self.corpus_tokens).digest}
+
+    def is_at(self, step: int, place: Mapping[str, int | str]) -> bool:
+        """True if a checkpoint with this place can be resumed at this step."""
+        if step > self.total_steps:
+            return False
+        if "unread" not in place:
+            return self.place_of(step) == place
+        return self._unread_at(step) == place  # as earlier versions wrote it: a digest of all that is left
+
+    def _unread_at(self, step: int) -> dict[str, int | str]:
+        whole = Unread.whole(self.corpus_tokens).digest
+        if step == 0:
+            return {"epoch": 0, "unread": whole}
         before = self.plan(step - 1)
         left = before.lanes.after(before.turn + 1)
-        if left.tokens:
-            return {"epoch": before.epoch, "unread": left.digest()}
-        return {"epoch": before.epoch + 1, "unread": Unread.whole(self.corpus_tokens).digest()}
+        return {"epoch": before.epoch + (not left.tokens), "unread": left.digest if left.tokens else whole}
 
     def stages_from(self, step: int) -> tuple[Stage, ...]:
         """The stages that still have steps to do."""

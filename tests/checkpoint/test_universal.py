@@ -59,7 +59,6 @@ def write_folder(folder: Path, kind: str, optimizer: str | None) -> ModelFolderC
         "learning_rate": 0.25,
         "momentum": 0.9,
         "weight_decay": 0.01,
-        "decay": "all",
         "epoch": 3,
     }
     data = tiny_config(kind).as_data() | {"step": 7, "training": training if optimizer else None}

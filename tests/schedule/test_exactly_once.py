@@ -113,3 +113,20 @@ def test_what_is_kept_of_the_unread_is_what_was_asked_for(data: st.DataObject) -
     kept = unread.keep(np.array(places[::2], int), np.array(places[1::2], int))
     expected = [p for a, b in zip(places[::2], places[1::2], strict=True) for p in stream[a:b]]
     assert [p for a, b in zip(kept.starts, kept.stops, strict=True) for p in range(a, b)] == expected
+
+
+@settings(deadline=None, max_examples=60)
+@given(runs())
+def test_tokens_and_places_are_those_of_the_steps_before(case: tuple[RunConfig, int, int]) -> None:
+    """Computed without looking at every segment; the place as earlier versions wrote it is understood, too."""
+    run, corpus_tokens, data_parallel = case
+    schedule = StageSchedule(run, corpus_tokens=corpus_tokens, data_parallel=data_parallel)
+    total, places = 0, []
+    for step in range(schedule.total_steps):
+        assert schedule.tokens_before(step) == total
+        assert schedule.is_at(step, schedule.place_of(step))
+        assert schedule.is_at(step, schedule._unread_at(step))
+        places.append(tuple(schedule.place_of(step).values()))
+        total += schedule.plan(step).tokens
+    assert schedule.tokens_before(schedule.total_steps) == total
+    assert len(set(places)) == len(places)  # no two steps are at the same place
