@@ -91,6 +91,7 @@ def train(run: RunConfig) -> None:
                     journal.stage_closes(plan)
                 if saves:  # all of this step is recorded: nothing is lost
                     heartbeat.at(progress.step, "saving")
+                    journal.flush(progress.step)
                     checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to go on")

@@ -1,14 +1,19 @@
-"""TensorBoard as a function of `metrics.jsonl`: whoever starts, or starts again, writes all of it anew.
+"""TensorBoard as a function of `metrics.jsonl`. A resumed run adds a file of events; TensorBoard then forgets what
+earlier files hold of later steps.
 
-So nothing stands there twice, and nothing is lost that a killed run had not flushed. Points stand against the step in
-`tensorboard/` and against the trained tokens in `tensorboard/by_tokens/`. A point's time is the training time, counted
-on over resumptions.
+Before each checkpoint all events are flushed and a mark says so. Without a mark that reaches the checkpoint, everything
+is written anew: nothing is there twice, and nothing is lost that a killed run had not flushed. Points are drawn over
+the step in `tensorboard/` and over the trained tokens in `tensorboard/by_tokens/`. A point's time is the training time,
+counted over all resumptions.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,9 @@ from torch.utils.tensorboard.summary import hparams, text
 from torch.utils.tensorboard.writer import FileWriter
 
 from megatron_style.config.events import Event
+from megatron_style.runtime.metrics import MetricsFile
+
+_MARK, _FILES = "complete.json", "events.out.tfevents.*"
 
 _TAGS = {
     "train": {
@@ -43,30 +51,47 @@ _COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # bes
 
 class Board:
     def __init__(
-        self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], kept: Sequence[Event]
+        self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], recorded: MetricsFile
     ) -> None:
-        """`settings` are compared between runs, `texts` are shown; `kept` was recorded before this launch."""
-        self._by_step, self._by_tokens = _empty(folder), _empty(folder / "by_tokens")
-        self._seconds = 0.0
-        self._began = time.time() - max((event.get("seconds", 0.0) for event in kept), default=0.0)
-        self._shape: dict[str, float] = {}
+        """`settings` are compared between runs, `texts` are shown; `recorded` is what earlier launches have done."""
+        last = recorded.last or {}
+        self._folder = folder
+        self._seconds = float(last.get("seconds", 0.0))
         experiment, start, self._end = hparams(flat(settings), dict.fromkeys(_COMPARED))
+        mark = _read_mark(folder, digest=_digest(texts))
+        if mark is not None and last and mark.step >= last["step"]:
+            self._mark = mark
+            self._by_step = _writer(folder, purge_from=last["step"] + 1)
+            self._by_tokens = _writer(folder / "by_tokens", purge_from=last["tokens"] + 1)
+            return
+        self._mark = _Mark(0, time.time() - self._seconds, {}, _digest(texts))
+        self._by_step, self._by_tokens = (_writer(_emptied(place)) for place in (folder, folder / "by_tokens"))
         for summary in (experiment, start):
             self._by_step.add_summary(summary)
         for tag, told in texts.items():
             self._by_step.add_summary(text(tag, told), 0)
-        for event in kept:
+        for event in recorded.events():
             self.add(event)
+
+    def flush(self, step: int) -> None:
+        """Send everything up to a step to the files, and note that it is there."""
+        self._by_step.flush()
+        self._by_tokens.flush()
+        self._mark = replace(self._mark, step=step)
+        new = self._folder / f"{_MARK}.new"
+        new.write_text(json.dumps(asdict(self._mark)), encoding="utf-8")
+        new.replace(self._folder / _MARK)
 
     def add(self, event: Event) -> None:
         self._seconds = event.get("seconds", self._seconds)
-        when = self._began + self._seconds
+        when = self._mark.began + self._seconds
         if event["kind"] == "stage":
-            self._shape = {f"stage/{key}": event[key] for key in _SHAPE if key in event}
+            shape = {f"stage/{key}": event[key] for key in _SHAPE if key in event}
+            self._mark = replace(self._mark, shape=shape)
             self._by_step.add_summary(text("stage/opens", event.get("opens", "")), event["step"], when)
         if event["kind"] == "sample":
             self._by_step.add_summary(text("valid/sample", _quoted(event)), event["step"], when)
-        if points := scalars_of(event) | (self._shape if event["kind"] == "train" else {}):
+        if points := scalars_of(event) | (self._mark.shape if event["kind"] == "train" else {}):
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()])
             self._by_step.add_summary(summary, event["step"], when)
             self._by_tokens.add_summary(summary, event["tokens"], when)
@@ -79,12 +104,43 @@ class Board:
         self._by_tokens.close()
 
 
-def _empty(folder: Path) -> FileWriter:
-    """A TensorBoard that is open forgets what it has seen from step 0 on: all of it comes again."""
-    for old in folder.glob("events.out.tfevents.*"):
+@dataclass(frozen=True)
+class _Mark:
+    """How far the event files are complete, and what a resumed run needs to continue them."""
+
+    step: int
+    began: float  # the time of day at which a run without pauses would have begun
+    shape: dict[str, float]  # of the stage
+    digest: str  # of the texts
+
+
+def _read_mark(folder: Path, *, digest: str) -> _Mark | None:
+    try:
+        mark = _Mark(**json.loads((folder / _MARK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    sound = type(mark.step) is int and type(mark.began) is float and type(mark.shape) is dict
+    there = all(any(place.glob(_FILES)) for place in (folder, folder / "by_tokens"))
+    return mark if sound and there and mark.digest == digest else None
+
+
+def _digest(texts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _emptied(folder: Path) -> Path:
+    for old in folder.glob(_FILES):
         old.unlink()
+    return folder
+
+
+def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
+    """A new file of events. Whoever reads it, an open TensorBoard too, forgets what it has seen from there on."""
+    newest = max((int(path.name.split(".")[3]) for path in folder.glob(_FILES)), default=0)
+    while int(time.time()) == newest:  # files are read in the order of their names, which begin with the second
+        time.sleep(0.05)
     writer = FileWriter(str(folder), flush_secs=30)
-    writer.add_event(FileEvent(session_log=SessionLog(status=SessionLog.START)), 0)
+    writer.add_event(FileEvent(session_log=SessionLog(status=SessionLog.START)), purge_from)
     return writer
 
 

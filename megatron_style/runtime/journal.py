@@ -51,8 +51,7 @@ class Journal:
             keep_older(folder / "run.yaml", run, first_step)
         save_run(run, folder / "run.yaml")
         self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
-        if trained := [event for event in self._metrics.kept if event["kind"] == "train"]:
-            last = trained[-1]  # perhaps of a version that recorded less
+        if last := self._metrics.last:  # perhaps of a version that recorded less
             self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
             self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
         ds_config = read_ds_config(run.deepspeed)
@@ -62,7 +61,7 @@ class Journal:
         }
         ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
         settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = Board(folder / "tensorboard", settings, texts, self._metrics.kept)
+        self._board = Board(folder / "tensorboard", settings, texts, self._metrics)
         self._console = Console(self._schedule.total_steps)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
@@ -101,6 +100,11 @@ class Journal:
                 self._show(plan, mean, norm, update)
         elif self._writes:
             self._console.after(plan.step + 1)
+
+    def flush(self, step: int) -> None:
+        """Before a checkpoint: a run that resumes there finds everything up to this step recorded."""
+        if self._writes:
+            self._board.flush(step)
 
     def held_out(self, step: int, found: HeldOut) -> None:
         totals = self._totals

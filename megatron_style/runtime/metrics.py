@@ -1,8 +1,10 @@
-"""`metrics.jsonl`: what a run records, one JSON object a line. TensorBoard and reports are functions of it."""
+"""`metrics.jsonl`: what a run records, one JSON object per line. TensorBoard and reports are functions of it."""
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,32 +12,66 @@ from megatron_style.config.events import Event
 
 
 class MetricsFile:
-    """Lines are flushed one by one, so a killed run has told everything but perhaps the end of its last line."""
+    """Lines are flushed one by one, so a killed run has recorded everything but perhaps the end of its last line.
+
+    A run may have millions of lines. A start reads from the end, and only what it needs."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
-        """What was written behind `last_step` is dropped: those steps will be done again."""
-        found = [(line, event) for line, event in _whole_events(path) if event["step"] <= last_step]
-        self.kept = tuple(event for _, event in found)
-        new = path.with_suffix(".new")  # written aside: a kill in between loses nothing
-        new.write_text("".join(line + "\n" for line, _ in found), encoding="utf-8")
-        new.replace(path)
+        """Drop what was written after `last_step`: those steps will be done again."""
+        self._path = path
+        self.last: Event | None = None  # the last `train` event that is kept
+        if path.exists():
+            os.truncate(path, self._end_of(last_step))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: Event) -> None:
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
 
+    def events(self) -> Iterator[Event]:
+        """Yield all that is recorded, one event in memory at a time; torn lines are left out."""
+        with self._path.open("rb") as file:
+            for line in file:
+                event = _event(line)
+                if event is not None:
+                    yield event
+
     def close(self) -> None:
         self._file.close()
 
+    def _end_of(self, last_step: int) -> int:
+        """Return how many bytes are kept; steps only grow, so the end decides."""
+        kept = 0
+        if last_step == 0:
+            return kept
+        for end, line in _lines_backwards(self._path):
+            event = _event(line)
+            if event is None or event["step"] > last_step:
+                continue
+            kept = max(kept, end)
+            if event["kind"] == "train":
+                self.last = event
+                break
+        return kept
 
-def _whole_events(path: Path) -> Iterator[tuple[str, Event]]:
-    """Lines as they are, with what they say. The last line of a killed run may be torn, or full of zeros."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    for line in text.split("\n")[:-1]:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and {"kind", "step"} <= event.keys():
-            yield line, event
+
+def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield complete lines from the last to the first, each with the place at which it ends."""
+    if path.stat().st_size == 0:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+        while end > 0:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            yield end, content[begin:end]
+            end = begin
+
+
+def _event(line: bytes) -> Event | None:
+    """The last line of a killed run may be torn, or full of zeros."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    sound = isinstance(event, dict) and isinstance(event.get("kind"), str) and type(event.get("step")) is int
+    return event if sound else None

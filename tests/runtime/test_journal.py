@@ -19,6 +19,7 @@ from megatron_style.inference.held_out import HeldOut
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.flops import training_flops_per_token
 from megatron_style.planning.hardware import GPUS
+from megatron_style.runtime import metrics
 from megatron_style.runtime.engine import TrainingEngine, Update
 from megatron_style.runtime.journal import Journal
 from megatron_style.runtime.work import _NAMES, Work, peak_flops
@@ -80,6 +81,8 @@ class Driver:
                 self.journal.held_out(done, HeldOut(3 / done, 20 / done, (1.0, 2.5 / done), "what", f"is # {done}"))
             if ends:
                 self.journal.stage_closes(plan)
+            if done in saves:
+                self.journal.flush(done)
         self.step = until
         return self
 
@@ -192,16 +195,25 @@ def test_a_run_that_will_go_on_has_not_ended_its_session(tmp_path: Path) -> None
     assert not any("session_end" in tag for tag in board(run).PluginTagToContent("hparams"))
 
 
+@pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize("saved", [0, 1, 5, 7, 9, 10, 16])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, whole: RunConfig, saved: int) -> None:
-    """Its TensorBoard was not closed, its last line is torn, and what it did behind the checkpoint is done again."""
+def test_a_killed_run_resumes_as_if_nothing_had_happened(
+    tmp_path: Path, whole: RunConfig, saved: int, marked: bool
+) -> None:
+    """Its TensorBoard was not closed, its last line is torn, and what it did after the checkpoint is done again. The
+    old files of events are kept where a mark says that they are complete, and written anew otherwise."""
     run = a_run(tmp_path)
     killed = Driver(run).go(min(16, saved + 3), saves=(saved,))
+    mark = run.output.path / "tensorboard" / "complete.json"
+    if not marked:
+        mark.unlink(missing_ok=True)
+    old = sorted((run.output.path / "tensorboard").rglob("events*"))
     with (run.output.path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 3, "lo')
     Driver(run, first_step=saved).go(16).finish()
     assert without_saves(run, saved) == without_saves(whole, saved)
     expect_points(run)
+    assert all(path.exists() == (marked and saved > 0) for path in old)
     killed.journal._metrics.close()
 
 
@@ -210,6 +222,16 @@ def without_saves(run: RunConfig, saved: int) -> list[dict[str, Any]]:
     kept = [event for event in events(run) if (event["kind"], event["step"]) != ("train", saved)]
     own = ("memory_bytes", "tokens_per_second", "flops_per_second")
     return [{key: value for key, value in event.items() if key not in own} for event in kept]
+
+
+def test_a_start_reads_only_the_end_of_a_long_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path)
+    Driver(run).go(12, every=1, saves=(10,)).finish()
+    read: list[bytes] = []
+    plain = metrics._event
+    monkeypatch.setattr(metrics, "_event", lambda line: (read.append(line), plain(line))[1])
+    Driver(run, first_step=10)
+    assert 0 < len(read) <= 10  # of 20 lines: those of steps 11 and 12, and back to the last of step 10
 
 
 def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
