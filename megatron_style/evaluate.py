@@ -23,6 +23,7 @@ from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import TokenStore, open_store
 from megatron_style.inference.perplexity import Mode, Protocol, Score, perplexity, score
 from megatron_style.parallel.collectives import largest_over_shards
@@ -40,6 +41,7 @@ def main() -> None:
         if path and (not path.parent.is_dir() or path.is_dir()):
             raise UserError(f"{flag} {path}: must be a file in a folder that exists")
     source, store = open_model(args.model), open_store(args.data)
+    check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
     protocol = make_protocol(args, source.config, len(store))
     store.check_ids(source.config.vocab_size)
     with process_grid(args.tensor) as topology:

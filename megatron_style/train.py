@@ -23,7 +23,7 @@ from megatron_style.config.command import run_command
 from megatron_style.config.errors import Diverged, Stopped
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
-from megatron_style.data.corpus import Corpus, open_corpus
+from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
 from megatron_style.data.lanes import read_batch
 from megatron_style.inference.held_out import held_out
 from megatron_style.model.cache import SegmentCache
@@ -57,6 +57,8 @@ def train(run: RunConfig) -> None:
         )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         progress = checkpoints.restore(saved, engine, schedule)
+        if topology.is_first:
+            keep_tokenizer(corpus, run.output.path)
         stop = StopRequest(
             after_seconds=seconds_of(run.output.stop_after) if run.output.stop_after else None, device=engine.device
         )

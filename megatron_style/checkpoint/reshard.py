@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_style.checkpoint.manifest import Manifest
-from megatron_style.checkpoint.run_checkpoint import open_checkpoint
+from megatron_style.checkpoint.run_checkpoint import open_checkpoint, read
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, save_run
@@ -34,6 +34,9 @@ def reshard(path: Path, output: Path, *, tensor: int, data: int) -> None:
     (output / "ds_config.json").write_text(json.dumps(manifest.ds_config, indent=2) + "\n", encoding="utf-8")
     run_ranks(tensor * data, _write_rank, run, folder, manifest)
     save_run(run, output / "run.yaml")
+    tokenizer = read(path).tokenizer()
+    if tokenizer is not None:
+        tokenizer.save(output)
 
 
 def _write_rank(run: RunConfig, folder: Path, manifest: Manifest) -> None:

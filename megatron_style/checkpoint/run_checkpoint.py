@@ -34,7 +34,7 @@ def read(path: Path) -> ModelSource:
         folder,
         _config(run, manifest, reader.learning_rate()),
         reader.weight,
-        lambda: tokenizer_beside(run.data.train),
+        lambda: tokenizer_beside(folder.parent.parent / "run.yaml") or tokenizer_beside(run.data.train),
         reader.state if manifest.optimizer in _MOVABLE else None,
     )
 

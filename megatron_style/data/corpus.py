@@ -29,10 +29,32 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
             f"{data.train.parent}: no {DICTIONARY_FILE} or {BPE_FILE} beside the token store; "
             f"set data.vocab_size to the number of token ids"
         )
+    if data.valid.parent != data.train.parent:
+        check_same_tokenizer(tokenizer, data.valid, f"{data.train}")
     if check_ids:
         train.check_ids(vocab_size)
         valid.check_ids(vocab_size)
     return Corpus(train, valid, vocab_size, tokenizer)
+
+
+def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, told: str) -> None:
+    """Ids of another tokenizer are other words, even where they are in range. A store without one is taken as it is."""
+    theirs = tokenizer_beside(prefix)
+    if tokenizer is not None and theirs is not None and tokenizer.digest != theirs.digest:
+        raise UserError(f"{prefix}: was prepared with another tokenizer than {told}; prepare it with --dictionary")
+
+
+def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
+    """Keep a copy in the run's folder, whatever becomes of the corpus. Another one than before is refused."""
+    if corpus.tokenizer is None:
+        return
+    if (kept := tokenizer_beside(folder / "run.yaml")) is None:
+        corpus.tokenizer.save(folder)
+    elif kept.digest != corpus.tokenizer.digest:
+        raise UserError(
+            f"{folder}: the corpus has been prepared with another tokenizer since; prepare it with --dictionary "
+            f"{folder}, or choose another output.path"
+        )
 
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:

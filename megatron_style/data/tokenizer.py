@@ -6,6 +6,7 @@ Both keep the same four specials in front, and close every line, blank ones too,
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count, groupby
@@ -57,6 +58,14 @@ class Tokenizer(Protocol):
         """Words between spaces, and line ends: what a perplexity per word divides by, whatever the tokens are."""
         text = self.decode(ids)
         return len(text.split()) + text.count("\n")
+
+    def tokens(self) -> list[str]:
+        """Return what each id stands for, in the order of the ids."""
+
+    @property
+    def digest(self) -> str:
+        """The same for tokenizers that give the same ids."""
+        return hashlib.sha256(json.dumps([self.kind, *self.tokens()]).encode()).hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
         """Write the one file that `load_tokenizer` reads back."""
@@ -121,6 +130,9 @@ class WordDictionary(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return len(self._words)
+
+    def tokens(self) -> list[str]:
+        return self._words
 
     def encode_line(self, line: str) -> list[int]:
         # str.split cuts at the same characters as the regular expression \s+, which is what fairseq uses
@@ -192,6 +204,9 @@ class BpeTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return int(self._model.get_vocab_size())
+
+    def tokens(self) -> list[str]:
+        return _tokens_by_id(self._model)
 
     def encode_line(self, line: str) -> list[int]:
         ids: list[int] = self._model.encode(line, add_special_tokens=False).ids

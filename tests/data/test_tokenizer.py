@@ -168,3 +168,11 @@ def test_byte_pairs_without_our_specials_are_refused(tmp_path: Path, bpe: BpeTok
     path.write_text(path.read_text().replace("<pad>", "<other>"))
     with pytest.raises(UserError, match="id 1 is '<other>'; it must be '<pad>'"):
         load_tokenizer(path)
+
+
+def test_a_digest_tells_tokenizers_apart_by_their_ids() -> None:
+    words = WordDictionary({"a": 3, "b": 2})
+    assert words.digest == WordDictionary({"a": 30, "b": 20}).digest  # counts do not matter
+    assert words.digest != WordDictionary({"b": 3, "a": 2}).digest
+    merges = BpeTokenizer.train(["low lower lowest"] * 5, vocab_size=270)
+    assert merges.digest not in (words.digest, BpeTokenizer.train(["high higher"] * 5, vocab_size=270).digest)
