@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_style.checkpoint.manifest import Manifest
+from megatron_style.checkpoint.manifest import Manifest, tensor_rank_of
 from megatron_style.config.errors import UserError
 from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis
@@ -102,17 +102,25 @@ class LogicalReader:
         shape = self._manifest.parameters[name].shard_shape(self._manifest.grid["tensor"])
         shard: dict[str, Tensor] = {}
         for file, fragment in self._places[name, tensor_rank]:
-            for key, flat in self._groups(file)[fragment.group].items():
+            for key, flat in self._group(file, fragment.group).items():
                 if not wanted(key):
                     continue
                 if not isinstance(flat, Tensor) or flat.dim() == 0:
                     shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
                     continue
+                if fragment.start + fragment.count > flat.numel():
+                    raise UserError(f"{self._folder / file}: is shorter than its manifest says, so it is not read")
                 if key not in shard:
                     shard[key] = torch.empty(shape)
                 part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
                 shard[key].view(-1)[fragment.offset : fragment.offset + fragment.count] = part
         return shard
+
+    def _group(self, file: str, group: int) -> dict[str, Any]:
+        groups = self._groups(file)
+        if group >= len(groups):
+            raise UserError(f"{self._folder / file}: has {len(groups)} groups, and its manifest names more")
+        return groups[group]
 
     def _open(self, file: str) -> list[dict[str, Any]]:
         """The flat tensors of each group: `weight`, and the optimizer's state by name."""
@@ -149,10 +157,6 @@ def file_of(names: Iterable[str], *, zero: int, data_rank: int, tensor_rank: int
         ending = f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
     (name,) = (name for name in names if name.endswith(ending))
     return name
-
-
-def tensor_rank_of(file: str) -> int:
-    return int(file.split("mp_rank_")[1].split("_")[0])
 
 
 def _load(path: Path) -> dict[str, Any]:

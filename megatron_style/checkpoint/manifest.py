@@ -3,16 +3,19 @@ tell whether it still is."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import mmap
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megatron_style.config.errors import UserError
+from megatron_style.config.errors import UserError, one_line
 from megatron_style.parallel.sharding import Fragment, Layout
 
 FILE = "manifest.json"
@@ -21,6 +24,9 @@ FORMAT = 1
 
 class Damaged(Exception):
     """A checkpoint is not what its manifest says, or has none. The message says how."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 @dataclass(frozen=True)
@@ -60,16 +66,85 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     data = read_sealed(folder / FILE)
+    if not isinstance(data, dict):
+        raise Damaged(f"its {FILE} does not hold a manifest")
     if (format_version := data.pop("format", None)) != FORMAT:
         raise UserError(f"{folder}: is of format {format_version}; this version reads format {FORMAT}")
-    data["history"] = tuple((step, tokens) for step, tokens in data["history"])
+    try:
+        return _manifest_of(data)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise Damaged(f"its {FILE} does not hold a manifest ({error})") from None
+
+
+def _manifest_of(data: dict[str, Any]) -> Manifest:
+    data["history"] = tuple((int(step), int(tokens)) for step, tokens in data["history"])
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
-    data["files"] = {name: (size, digest) for name, (size, digest) in data["files"].items()}
+    data["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
     data["fragments"] = {
         _written_name(name, data["files"]): tuple(Fragment(*row) for row in rows)
         for name, rows in data["fragments"].items()
     }
-    return Manifest(**data)
+    manifest = Manifest(**data)
+    _check_kinds(manifest)
+    return manifest
+
+
+def _check_kinds(manifest: Manifest) -> None:
+    """Raise an error unless everything is of its kind and within its shape: sizes are memory that will be asked for."""
+    counts = (
+        manifest.step,
+        manifest.stage,
+        manifest.tokens,
+        manifest.vocab_size,
+        manifest.corpus_tokens,
+        manifest.sound,
+    )
+    grid = tuple(manifest.grid[axis] for axis in ("data", "tensor", "zero"))
+    if not all(_is_count(number) for number in (*counts, *grid)) or 0 in grid[:2] or grid[2] > 3:
+        raise ValueError("a count is not one")
+    if not all(isinstance(part, dict) for part in (manifest.run, manifest.ds_config, manifest.place)):
+        raise ValueError("a section is missing")
+    if (
+        not all(_is_file_name(name) for name in manifest.files)
+        or not manifest.fragments.keys() <= manifest.files.keys()
+    ):
+        raise ValueError("a file is not one of this folder")
+    for fragment in itertools.chain.from_iterable(manifest.fragments.values()):
+        size = math.prod(manifest.parameters[fragment.param].shard_shape(manifest.grid["tensor"]))
+        if not all(_is_count(number) for number in astuple(fragment)[1:]) or fragment.offset + fragment.count > size:
+            raise ValueError(f"a fragment of {fragment.param} is not one")
+    if problem := gap(manifest):
+        raise ValueError(problem)
+
+
+def gap(manifest: Manifest) -> str | None:
+    """Say which part of a parameter no fragment holds, or more than one, if there is any."""
+    held: dict[tuple[str, int], list[Fragment]] = defaultdict(list)
+    for file, fragments in manifest.fragments.items():
+        for fragment in fragments:
+            held[fragment.param, tensor_rank_of(file)].append(fragment)
+    ways = manifest.grid["tensor"]
+    for (name, layout), rank in itertools.product(manifest.parameters.items(), range(ways)):
+        end = 0
+        for fragment in sorted(held[name, rank], key=lambda fragment: fragment.offset):
+            if fragment.offset != end:
+                break
+            end += fragment.count
+        if end != math.prod(layout.shard_shape(ways)):
+            return f"the map has {name} of tensor rank {rank} up to element {end} only"
+    return None
+
+
+def tensor_rank_of(file: str) -> int:
+    return int(file.split("mp_rank_")[1].split("_")[0])
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and name.isprintable() and len(name.encode()) < 256
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
 
 
 def optimizer_name(in_run_file: str | None, ds_config: Mapping[str, Any]) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 
 import torch
 
-from megatron_style.checkpoint.logical import LogicalReader, tensor_rank_of
+from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import Manifest
 from megatron_style.parallel.randomness import derive_key
-from megatron_style.parallel.sharding import Fragment, Layout
+from megatron_style.parallel.sharding import Layout
 from megatron_style.runtime.engine import TrainingEngine
 
 MOST_ELEMENTS = 2**28  # of a tensor rank's shards are compared in one save; a larger model is sampled, in turns
@@ -35,24 +33,6 @@ def difference(folder: Path, manifest: Manifest, engine: TrainingEngine, file: s
         if not torch.allclose(written.to(held.dtype), held, rtol=0, atol=0, equal_nan=True):
             problem = problem or f"{file} has other numbers for {name} than the model"
     return problem
-
-
-def gap(manifest: Manifest) -> str | None:
-    """Say which part of a parameter no fragment holds, or more than one, if there is any."""
-    held: dict[tuple[str, int], list[Fragment]] = defaultdict(list)
-    for file, fragments in manifest.fragments.items():
-        for fragment in fragments:
-            held[fragment.param, tensor_rank_of(file)].append(fragment)
-    ways = manifest.grid["tensor"]
-    for (name, layout), rank in product(manifest.parameters.items(), range(ways)):
-        end = 0
-        for fragment in sorted(held[name, rank], key=lambda fragment: fragment.offset):
-            if fragment.offset != end:
-                break
-            end += fragment.count
-        if end != math.prod(layout.shard_shape(ways)):
-            return f"the map has {name} of tensor rank {rank} up to element {end} only"
-    return None
 
 
 def compared(parameters: Mapping[str, Layout], step: int, *, ways: int, most: int = MOST_ELEMENTS) -> list[str]:

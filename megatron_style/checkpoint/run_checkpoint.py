@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, read_manifest
-from megatron_style.checkpoint.source import ModelSource
+from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
@@ -29,10 +29,14 @@ def read(path: Path) -> ModelSource:
     folder, manifest = open_checkpoint(path)
     run = RunConfig.parse(manifest.run, source=str(folder))
     reader = LogicalReader(folder, manifest)
+    config = _config(run, manifest, reader.learning_rate())
+    shapes = {name: layout.shape for name, layout in parameters_of(config).items()}
+    if {name: layout.shape for name, layout in manifest.parameters.items()} != shapes:
+        raise UserError(f"{folder}: its {FILE} names other parameters than its model has, so it is not read")
 
     return ModelSource(
         folder,
-        _config(run, manifest, reader.learning_rate()),
+        config,
         reader.weight,
         lambda: tokenizer_beside(folder.parent.parent / "run.yaml") or tokenizer_beside(run.data.train),
         reader.state if manifest.optimizer in _MOVABLE else None,

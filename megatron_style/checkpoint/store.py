@@ -27,10 +27,11 @@ from megatron_style.checkpoint.manifest import (
     Manifest,
     check_file,
     digest_of,
+    gap,
     optimizer_name,
     read_manifest,
 )
-from megatron_style.checkpoint.proof import difference, gap
+from megatron_style.checkpoint.proof import difference
 from megatron_style.checkpoint.start import Progress, Start, check_same_model
 from megatron_style.config.command import log
 from megatron_style.config.errors import RunFailed, UserError

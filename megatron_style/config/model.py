@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -37,11 +37,17 @@ class DropoutConfig(Section):
     softmax: float = Field(0.0, ge=0, lt=1)
 
 
+# A file may come from a stranger: what is larger than any model is refused before memory is asked for.
+Layers = Annotated[int, Field(gt=0, le=10_000)]
+Width = Annotated[int, Field(gt=0, le=2**20)]
+Count = Annotated[int, Field(gt=0, le=2**40)]
+
+
 class ModelConfig(Section):
-    layers: PositiveInt
-    hidden_size: PositiveInt
-    heads: PositiveInt
-    ffn_size: PositiveInt
+    layers: Layers
+    hidden_size: Width
+    heads: Width
+    ffn_size: Width
     positions: Literal["added", "infused"] = "infused"
     cache: bool = True
     vocabulary: VocabularyConfig
@@ -86,9 +92,9 @@ class ModelFolderConfig(Section):
 
     format_version: Literal[1] = 1
     model: ModelConfig
-    vocab_size: PositiveInt
+    vocab_size: Annotated[int, Field(gt=0, le=2**31)]
     eos: NonNegativeInt = 2
-    segment_length: PositiveInt
-    cache_length: NonNegativeInt
+    segment_length: Count
+    cache_length: Annotated[int, Field(ge=0, le=2**40)]
     step: NonNegativeInt = 0
     training: TrainingState | None = None

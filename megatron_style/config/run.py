@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -13,6 +14,7 @@ from megatron_style.config.section import Section
 from megatron_style.config.yaml_file import override, read_yaml, write_yaml
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
+Tokens = Annotated[int, Field(gt=0, le=2**32)]  # that are forwarded at once
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -22,15 +24,15 @@ class DataConfig(Section):
     train: Path
     valid: Path
     vocab_size: PositiveInt | None = None  # only for stores that come without a dictionary
-    tokens_per_batch: PositiveInt = 9216  # what each data-parallel rank forwards in one step
+    tokens_per_batch: Tokens = 9216  # what each data-parallel rank forwards in one step
     shuffle: bool | None = None  # segments in any order; default: only without a cache, which needs the text's
 
 
 class StageConfig(Section):
     """One stretch of training at a fixed segment length; its extent is in epochs, steps or tokens."""
 
-    segment_length: PositiveInt
-    cache_length: PositiveInt | None = None  # default: the segment length, when the model has a cache
+    segment_length: Tokens
+    cache_length: Tokens | None = None  # default: the segment length, when the model has a cache
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     tokens: PositiveInt | None = None
@@ -80,7 +82,7 @@ class OptimizerConfig(Section):
 class ParallelConfig(Section):
     tensor: PositiveInt = 1
     recompute: bool = False
-    micro_tokens: PositiveInt | None = None  # the most tokens a rank forwards at once; default: the whole batch
+    micro_tokens: Tokens | None = None  # the most tokens a rank forwards at once; default: the whole batch
 
 
 class OutputConfig(Section):
@@ -136,9 +138,14 @@ class RunConfig(Section):
         return self
 
 
+def divisors_of(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def nearest_divisors(number: int, wanted: int) -> tuple[int, int]:
     """The divisors of `number` next to `wanted`, below and above."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    divisors = divisors_of(number)
     below = max((d for d in divisors if d < wanted), default=1)
     return below, min((d for d in divisors if d > wanted), default=number)
 

@@ -12,7 +12,15 @@ from megatron_style.config.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `1e-4` is a number, and a key that stands twice is a mistake."""
+    """YAML as people mean it: `1e-4` is a number, and a duplicate key is a mistake. Aliases are refused: a few lines of
+    them can stand for more than any memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(
+                None, None, "an alias (*NAME); write the value out", self.get_mark()
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -21,7 +29,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, str | int | float):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a word", key_node.start_mark)
             if key in seen:
-                problem = f"the key '{key}' stands twice"
+                problem = f"duplicate key '{key}'"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -41,7 +49,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file; a run file in YAML is expected") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds {type(data).__name__}, but sections such as `model:` are expected")
@@ -59,7 +67,7 @@ def override(data: dict[str, Any], setting: str) -> None:
         raise UserError(f"--set {setting}: must be section.key=value, such as --set optimizer.clip_norm=0.25")
     try:
         value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UserError(f"--set {setting}: '{text}' is not a YAML value") from None
     *path, last = key.split(".")
     holder: Any = data

@@ -186,9 +186,9 @@ class BpeTokenizer(Tokenizer):
         """`convert` makes the content of `save` from that of another form."""
         try:
             model = tokenizers.Tokenizer.from_str(convert(path.read_text(encoding="utf-8")))
-        except OSError:
+        except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except Exception as error:  # the library raises bare Exception for a file it cannot read
+        except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics
             raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
         for index, special in enumerate(SPECIALS):
             if model.id_to_token(index) != special:

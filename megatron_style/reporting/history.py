@@ -122,7 +122,8 @@ def _place(event: Event) -> Place:
 
 def _stage(event: Event) -> StageOpening:
     lengths = (_number(event, key) for key in ("segment_length", "cache_length"))
-    return StageOpening(_place(event), *(None if length is None else int(length) for length in lengths))
+    whole = (None if length is None or not math.isfinite(length) else int(length) for length in lengths)
+    return StageOpening(_place(event), *whole)
 
 
 def _trained(event: Event) -> Trained:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from megatron_style.config.events import Event
 
+_COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # which a resumed run continues
+
 
 class MetricsFile:
     """Lines are flushed one by one, so a killed run has recorded everything but perhaps the end of its last line.
@@ -73,5 +75,7 @@ def _event(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    sound = isinstance(event, dict) and isinstance(event.get("kind"), str) and type(event.get("step")) is int
-    return event if sound else None
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or type(event.get("step")) is not int:
+        return None
+    counts = (event[key] for key in _COUNTS if key in event)
+    return event if all(type(count) in (int, float) and 0 <= count < 2**100 for count in counts) else None

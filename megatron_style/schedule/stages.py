@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_style.config.errors import UserError
-from megatron_style.config.run import RunConfig, StageConfig
+from megatron_style.config.run import RunConfig, StageConfig, divisors_of
 from megatron_style.schedule.passes import Pass, Reading, ShuffledSegments, TextLanes
 from megatron_style.schedule.unread import Unread
 
@@ -185,10 +185,9 @@ def resolve_stage(run: RunConfig, index: int) -> Stage:
     config, tokens = run.stages[index], run.data.tokens_per_batch
     rows = tokens // config.segment_length
     most = max(1, (run.parallel.micro_tokens or tokens) // config.segment_length)
-    micro_rows = config.micro_rows or max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
+    micro_rows = config.micro_rows or max(n for n in divisors_of(rows) if n <= most)
     if rows % micro_rows:
-        fitting = [n for n in range(1, rows + 1) if rows % n == 0]
-        near = sorted(fitting, key=lambda n: abs(n - micro_rows))[:2]
+        near = sorted(divisors_of(rows), key=lambda n: abs(n - micro_rows))[:2]
         raise UserError(
             f"stages.{index}.micro_rows ({micro_rows}) must divide the {rows} rows of the batch "
             f"({tokens} tokens / {config.segment_length}); the nearest that do are {sorted(near)}"

@@ -37,8 +37,8 @@ def test_words_stay_words(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\nseed: 2\n", r"the key 'seed' stands twice"),
-        ("model:\n  layers: 1\n  heads: 2\n  layers: 3\n", r"the key 'layers' stands twice.*line 4"),
+        ("seed: 1\nseed: 2\n", r"duplicate key 'seed'"),
+        ("model:\n  layers: 1\n  heads: 2\n  layers: 3\n", r"duplicate key 'layers'.*line 4"),
         ("model: {layers: 1", r"not valid YAML"),
         ("model:\n\tlayers: 1", r"not valid YAML"),
         ("- a\n- b\n", r"holds list, but sections such as `model:` are expected"),
