@@ -48,7 +48,7 @@ def fill_the_disk(hosts: Cluster, folder: Path) -> None:
     with filler.open("wb", buffering=0) as file:
         while told(folder).count("failed:") == failures and time.monotonic() < until:
             try:
-                file.write(bytes(4096))
+                file.write(bytes(2**20))
             except OSError:
                 time.sleep(0.05)
     filler.unlink()
@@ -100,12 +100,27 @@ def expect_undisturbed_losses(hosts: Cluster, name: str, faults: list[str]) -> N
     with supervised(hosts, folder) as supervisor:
         for number, fault in enumerate(faults):
             wait_for_step(folder, 30 + number * (STEPS - 60) // len(faults), supervisor)
+            before = {record.launch for record in ranks(folder)}
             FAULTS[fault](hosts, folder)
+            if fault != "link":  # which a run survives
+                wait_for_launch(folder, before, supervisor)
         assert supervisor.wait(180) == 0, told(folder)
     assert f"finished at step {STEPS}" in told(folder)
     expect_bitwise(run, whole)
     for host in hosts.names:
         assert "python" not in hosts.run("ps", "ax", "-o", "comm=", host=host).stdout
+
+
+def wait_for_launch(folder: Path, before: set[str], supervisor: subprocess.Popen[bytes]) -> None:
+    """Until both ranks train again: two faults at once would leave a host out."""
+    until = time.monotonic() + 90
+    while time.monotonic() < until:
+        found = ranks(folder)
+        if len(found) == 2 and all(each.launch not in before and each.phase == "training" for each in found):
+            return
+        assert supervisor.poll() is None, told(folder)
+        time.sleep(0.1)
+    raise AssertionError(told(folder))
 
 
 def write_run(folder: Path, name: str) -> RunConfig:
