@@ -20,7 +20,8 @@ MOST_ELEMENTS = 2**28  # of a tensor rank's shards are compared in one save; a l
 def difference(folder: Path, manifest: Manifest, engine: TrainingEngine, file: str) -> str | None:
     """Say where this rank's file contradicts the model, if anywhere. Each rank reads back its own file only: together
     they see all. They walk through the same parameters, because ZeRO 3 gathers each."""
-    mine = {fragment.param: fragment for fragment in manifest.fragments[file]}  # a rank has one of a parameter at most
+    found = manifest.fragments.get(file, ())  # with more ranks than a small model fills, a rank may hold padding only
+    mine = {fragment.param: fragment for fragment in found}  # a rank has one of a parameter at most
     flat = LogicalReader(folder, manifest).flat_groups(file)
     problem = None
     for name in compared(manifest.parameters, manifest.step, ways=manifest.grid["tensor"]):

@@ -13,11 +13,8 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.schedule.stages import resolve_stage
 
-_MOVABLE = {
-    "nag": "nag",
-    "adamw": "adamw",
-    "adam": "adamw",
-}  # whose state other forms can hold; DeepSpeed's Adam is AdamW
+# The optimizers whose state other forms can hold. DeepSpeed's Adam is AdamW.
+_MOVABLE = {"nag": "nag", "adamw": "adamw", "adam": "adamw"}
 
 
 def recognises(path: Path) -> bool:

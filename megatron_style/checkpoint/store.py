@@ -163,17 +163,17 @@ class CheckpointStore:
 
     def _prove(self, folder: Path, manifest: Manifest, engine: TrainingEngine) -> None:
         """Compare what was written with what the engine computes with; a checkpoint that differs is never seen."""
-        problem = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
+        mine = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
         if self._topology.is_first:
-            problem = problem or gap(manifest)
-        told = next((each for each in _gather(problem) if each), None)
-        if told is None:
+            mine = mine or gap(manifest)
+        problem = next((each for each in _gather(mine) if each), None)
+        if problem is None:
             return
         if self._topology.is_first:
             self._sweep()
         raise RunFailed(
-            f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {told}; those before it are "
-            f"intact: leave out what is unusual in {self._run.deepspeed or 'the run file'}, and report it"
+            f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; those before it "
+            f"are intact: leave out what is unusual in {self._run.deepspeed or 'the run file'}, and report it"
         )
 
     def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What happens to each key of a ds_config: the one table that the trainer and `docs/ds_config.md` read.
 
-A key is honoured (DeepSpeed acts on it, or this project does), agreed (it may stand there if it says what the run file
+A key is honoured (DeepSpeed acts on it, or this project does), agreed (it may be present if it says what the run file
 says), or refused. What the table does not know is refused as unknown; nothing is ignored.
 """
 
@@ -39,7 +39,7 @@ def _refused(why: str, *off: object) -> Rule:
 
 _NVME = "offloading to NVMe is not supported; offload to the cpu"
 _EXPERT = "there are no experts in this model; remove it"
-_LATER = "DeepSpeed 0.19 has removed it; remove it"
+_REMOVED = "DeepSpeed 0.19 has removed it; remove it"
 
 RULES: Mapping[str, Rule] = {
     # the batch, which belongs to the run file
@@ -73,7 +73,7 @@ RULES: Mapping[str, Rule] = {
     "fp16.auto_cast": _refused("token ids are not to be cast; remove it"),
     "fp16.fp16_master_weights_and_grads": _refused("checkpoints hold master weights in float32; remove it"),
     "torch_autocast": _refused("use bf16 or fp16, which keep master weights in float32"),
-    "amp": _refused(f"{_LATER}; use bf16 or fp16"),
+    "amp": _refused(f"{_REMOVED}; use bf16 or fp16"),
     "data_types.grad_accum_dtype": _honoured("fp32: gradients of micro-batches are summed in float32"),
     "data_types.param_dtype": _refused("bf16 and fp16 decide it; remove it"),
     "data_types.buffer_dtype": _refused("the only buffer is the table of positions, in float32; remove it"),
@@ -82,7 +82,7 @@ RULES: Mapping[str, Rule] = {
     "seq_parallel_communication_data_type": _refused("there is no sequence parallelism of DeepSpeed's; remove it"),
     "prescale_gradients": _honoured("gradients are divided by the ranks before they are summed"),
     "gradient_predivide_factor": _honoured("with prescale_gradients: by this much before, the rest after"),
-    "sparse_gradients": _refused(_LATER),
+    "sparse_gradients": _refused(_REMOVED),
     # ZeRO
     "zero_optimization.stage": _honoured("0: nothing is sharded, 1: optimizer state, 2: gradients too, 3: weights too"),
     "zero_optimization.overlap_comm": _honoured("reductions run while backward computes", _SHARDED),
@@ -104,7 +104,7 @@ RULES: Mapping[str, Rule] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _honoured("a run always ends with a model", (3,)),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": _honoured("a run always ends with a model", (3,)),
     "zero_optimization.stage3_module_granularity_threshold": _refused("weights would not be gathered; remove it", 0),
-    "zero_optimization.zero_hpz_partition_size": _honoured("a second copy of the shards on so many ranks", (3,)),
+    "zero_optimization.zero_hpz_partition_size": _honoured("a second copy of the shards, over N ranks", (3,)),
     "zero_optimization.memory_efficient_linear": _honoured("linear layers keep no gathered weight", (3,)),
     "zero_optimization.leaf_module": _honoured("modules whose parameters are gathered together", (3,)),
     "zero_optimization.log_trace_cache_warnings": _honoured("warns when the order of modules changes", (3,)),
@@ -116,7 +116,7 @@ RULES: Mapping[str, Rule] = {
     "zero_optimization.load_from_fp32_weights": _refused("a resumed run would differ; remove it", True),
     "zero_optimization.elastic_checkpoint": _refused("such a checkpoint cannot be loaded; runs resume on any grid"),
     "zero_optimization.pipeline_loading_checkpoint": _refused("there is no pipeline; remove it"),
-    "zero_optimization.legacy_stage1": _refused(_LATER),
+    "zero_optimization.legacy_stage1": _refused(_REMOVED),
     "zero_optimization.zero_quantized_weights": _refused("grids would differ; remove it"),
     "zero_optimization.zero_quantized_nontrainable_weights": _refused("all weights are trained; remove it"),
     "zero_optimization.zero_quantized_gradients": _refused("grids would differ; remove it"),
@@ -144,7 +144,7 @@ RULES: Mapping[str, Rule] = {
     "aio": _refused(_NVME),
     "disable_allgather": _refused("DeepSpeed does not read it; remove it"),
     # watching
-    "steps_per_print": _honoured("DeepSpeed's own line every so many steps, on standard error"),
+    "steps_per_print": _honoured("DeepSpeed's own line every N steps, on standard error"),
     "wall_clock_breakdown": _honoured("DeepSpeed's times of forward, backward and step, on standard error"),
     "memory_breakdown": _honoured("DeepSpeed's memory around each step, on standard error"),
     "dump_state": _honoured("DeepSpeed's settings at the start, on standard error"),
@@ -191,7 +191,7 @@ RULES: Mapping[str, Rule] = {
     "activation_checkpointing": _refused("parallel.recompute of the run file decides it; remove it"),
     "compile": _refused("torch.compile is not faster here and compiles each shape anew; remove it"),
     "autotuning": _refused("it would end the run after a few steps; `plan` finds micro-batches"),
-    "elasticity": _refused(f"{_LATER}; runs resume on any grid"),
+    "elasticity": _refused(f"{_REMOVED}; runs resume on any grid"),
     "curriculum_learning": _refused("stages of the run file are the curriculum; remove it"),
     "data_efficiency": _refused("the run file decides which text is read; remove it"),
     "dataloader_drop_last": _refused("every token is read; remove it"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from megatron_style.checkpoint import proof
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.proof import compared
 from megatron_style.config.errors import RunFailed
@@ -108,3 +110,13 @@ def test_a_large_model_is_compared_in_turns() -> None:
     turns = [compared(parameters, step, ways=1, most=500) for step in range(0, 1000, 20)]
     assert {len(turn) for turn in turns} == {5}
     assert set().union(*turns) == set(parameters)
+
+
+def test_a_rank_that_holds_padding_only_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still takes part: ZeRO 3 gathers every parameter from all ranks."""
+    asked: list[str] = []
+    monkeypatch.setattr(proof, "LogicalReader", lambda *_: SimpleNamespace(flat_groups=lambda _: []))
+    engine = SimpleNamespace(working_weight=lambda name: (asked.append(name), torch.zeros(2))[1])
+    manifest = SimpleNamespace(fragments={}, parameters={"a": Layout((2,))}, step=1, grid={"tensor": 1})
+    assert proof.difference(Path(), cast(Any, manifest), cast(Any, engine), "file") is None
+    assert asked == ["a"]
