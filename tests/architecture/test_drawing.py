@@ -1,0 +1,77 @@
+"""The code is as the drawing says: each import is one of its arrows, and third parties have one owner."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.drawing import NEEDS, ONLY_IN, TORCH_FREE, graph, reachable
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_style"
+MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "commands"
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield node.module or ""
+
+
+def every_import() -> Iterator[tuple[Path, str, str]]:
+    """Return the module, its room and the name of each import in the package."""
+    for path in MODULES:
+        for name in imports(path):
+            yield path, room_of(path), name
+
+
+def test_every_import_is_an_arrow_of_the_drawing() -> None:
+    found: dict[str, set[str]] = {room: set() for room in NEEDS}
+    for path, here, name in every_import():
+        package, *rest = name.split(".")
+        if package != "megatron_style" or not rest:
+            continue
+        there = rest[0] if (PACKAGE / rest[0]).is_dir() else "commands"
+        if there != here:
+            assert there in NEEDS[here], f"{path}: imports {name}, and {here} -> {there} is not in the drawing"
+            found[here].add(there)
+    assert found == {room: set(needs) for room, needs in NEEDS.items()}, "the drawing has arrows that nobody uses"
+
+
+def test_the_drawing_has_no_cycle() -> None:
+    for room in NEEDS:
+        assert room not in reachable(room), f"{room} reaches itself"
+
+
+def test_each_library_has_one_owner() -> None:
+    for path, here, name in every_import():
+        library = name.split(".")[0]
+        assert here in ONLY_IN.get(library, {here}), f"{path}: {library} belongs to {sorted(ONLY_IN[library])}"
+        assert library != "torch" or here not in TORCH_FREE, f"{path}: {here} is free of torch"
+
+
+def test_no_module_keeps_mutable_state() -> None:
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            where = f"{path}:{node.lineno}"
+            assert not isinstance(value, ast.List | ast.Set | ast.ListComp), f"{where}: use a tuple or frozenset"
+            assert not isinstance(node, ast.Global), f"{where}: no global statement"
+
+
+def test_every_test_folder_mirrors_a_room() -> None:
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= {*NEEDS, "architecture", "support", "end_to_end", "cluster"}
+
+
+def test_the_readme_shows_the_drawing() -> None:
+    assert graph() in (ROOT / "README.md").read_text(encoding="utf-8")
