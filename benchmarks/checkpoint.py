@@ -24,9 +24,9 @@ import torch
 
 from megatron_style.checkpoint.store import CheckpointStore, Progress
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 
 RANKS, VOCAB_SIZE, CORPUS_TOKENS = 2, 20_000, 1_000_000

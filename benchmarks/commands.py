@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.trainers import VOCAB_SIZES, Setting, write_text
-from megatron_style.runtime.engine import TrainingEngine
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.train import train
 
 

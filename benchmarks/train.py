@@ -30,9 +30,9 @@ import torch
 from benchmarks.show import ONE_RANK, chart, difference, show
 from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, write_text
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.memory import forget_peak, peak_bytes
-from megatron_style.runtime.session import distributed_session
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.memory import forget_peak, peak_bytes
+from megatron_style.engine.session import distributed_session
 
 CPU = torch.device("cpu")
 GRIDS = {  # ranks, of which tensor-parallel; all with ZeRO 1

@@ -10,5 +10,5 @@ need_file "${2:-}"
 hostfile=$1
 shift
 
-mapfile -t carried < <(python -m megatron_style.runtime.carried | sed -n '/=/s/^/-x\n/p')
+mapfile -t carried < <(python -m megatron_style.hosts.forwarded_environment | sed -n '/=/s/^/-x\n/p')
 exec mpirun --hostfile "$hostfile" --bind-to none "${carried[@]}" python -m mpi4py -m megatron_style.train "$@"

@@ -9,4 +9,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec python -m megatron_style.runtime.supervisor "$@"
+exec python -m megatron_style.supervision.supervisor "$@"

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_style.base.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint import fairseq, huggingface, model_folder, run_checkpoint, universal
 from megatron_style.checkpoint.certificate import Certificate, certify
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.checkpoint.transfer import deliver, return_freed_memory, transfer
-from megatron_style.config.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
-from megatron_style.config.errors import UserError
 from megatron_style.data.tokenizer import WordDictionary
 
 Result = dict[str, object]

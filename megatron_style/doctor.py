@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_style.config.command import (
+from megatron_style.base.command import (
     EXIT_DONE,
     EXIT_FAILED,
     add_json_flag,
@@ -26,17 +26,17 @@ from megatron_style.config.command import (
     show_table,
     size,
 )
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.data.store import store_files
+from megatron_style.engine.requirements import bytes_of_checkpoint, check_run
+from megatron_style.hosts.hosts import Host, ask_all, read_hostfile, this_machine
+from megatron_style.hosts.launcher import DEFAULT_PORT
 from megatron_style.planning.hardware import bytes_of, gpu_named
 from megatron_style.planning.run_plan import USABLE
-from megatron_style.runtime.hosts import Host, ask_all, read_hostfile, this_machine
-from megatron_style.runtime.launcher import DEFAULT_PORT
-from megatron_style.runtime.requirements import bytes_of_checkpoint, check_run
 
 if TYPE_CHECKING:
-    from megatron_style.runtime.rehearsal import Rehearsal, StageRehearsal
+    from megatron_style.rehearsal.rehearsal import Rehearsal, StageRehearsal
 
 Level = Literal["FAIL", "WARN", "ok"]
 Facts = Mapping[Host, Mapping[str, Any]]
@@ -215,7 +215,7 @@ def rehearse_run(run: RunConfig, args: argparse.Namespace) -> Rehearsal:
     gpu = gpu_named(args.gpu or _DEFAULT_GPU)
     memory = bytes_of(args.gpu_memory, "--gpu-memory") if args.gpu_memory else gpu.memory
     os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it on import; fake tensors need no GPU
-    from megatron_style.runtime.rehearsal import rehearse  # takes seconds
+    from megatron_style.rehearsal.rehearsal import rehearse  # takes seconds
 
     return rehearse(run, ranks=args.rehearse, rank=args.rank or 0, usable=USABLE * memory)
 

@@ -18,18 +18,18 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show, show_table
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import TokenStore, open_store
+from megatron_style.engine.memory import peak_memory
+from megatron_style.hosts.launcher import accelerator, launcher
 from megatron_style.inference.perplexity import Mode, Protocol, Score, perplexity, score
 from megatron_style.parallel.collectives import largest_over_shards
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.launcher import accelerator, launcher
-from megatron_style.runtime.memory import peak_memory
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 WALKS = ("cached", "token-by-token")
@@ -134,7 +134,7 @@ def _check_walk(args: argparse.Namespace, config: ModelFolderConfig) -> None:
 @contextmanager
 def process_grid(tensor: int) -> Iterator[Topology]:
     if launcher() != "none":
-        from megatron_style.runtime.session import distributed_session  # DeepSpeed takes seconds to import
+        from megatron_style.engine.session import distributed_session  # DeepSpeed takes seconds to import
 
         with distributed_session(tensor=tensor) as topology:
             yield topology

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_style.config.command import (
+from megatron_style.base.command import (
     add_json_flag,
     add_set_flag,
     command_parser,
@@ -20,8 +20,8 @@ from megatron_style.config.command import (
     show_table,
     size,
 )
+from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import read_ds_file
-from megatron_style.config.errors import UserError
 from megatron_style.config.run import load_run
 from megatron_style.planning.calibration import measured_efficiency
 from megatron_style.planning.corpus import text_facts

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show
-from megatron_style.config.errors import UserError
+from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show
+from megatron_style.base.errors import UserError
+from megatron_style.base.files import whole_folder
 from megatron_style.data.corpora import DEFAULT_CACHE, SPLITS, built_in_corpus
 from megatron_style.data.encode import build_bpe_tokenizer, build_word_dictionary, encode_split
-from megatron_style.data.folder import whole_folder
 from megatron_style.data.text import CHUNK_BYTES, TextFile, check_text_file, file_digest
 from megatron_style.data.tokenizer import (
     BPE_FILE,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_style.config.command import add_json_flag, command_parser, run_command, show
-from megatron_style.config.errors import UserError
+from megatron_style.base.command import add_json_flag, command_parser, run_command, show
+from megatron_style.base.errors import UserError
 from megatron_style.reporting.history import read_runs
 from megatron_style.reporting.page import is_page, page
 from megatron_style.reporting.style import RUN_COLOURS

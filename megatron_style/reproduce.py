@@ -11,21 +11,21 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_style.config.command import add_json_flag, command_parser, log, run_command, show, show_table
-from megatron_style.config.errors import UserError
+from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show, show_table
+from megatron_style.base.errors import UserError
 from megatron_style.data.workers import usable_cpus
-from megatron_style.reproduction.corpus import check_test_split, find_source, write_held_out
-from megatron_style.reproduction.evaluating import evaluate_all
-from megatron_style.reproduction.experiment import Experiment, check_record, write_record
-from megatron_style.reproduction.grid import Table
-from megatron_style.reproduction.page import write_results
-from megatron_style.reproduction.presentation import Presented, as_json, present
-from megatron_style.reproduction.processes import Job, run_jobs
-from megatron_style.reproduction.results import findings_of
-from megatron_style.reproduction.runs import RunSpec
-from megatron_style.reproduction.scale import SCALES, scale_named
-from megatron_style.reproduction.tables import table
-from megatron_style.reproduction.training import train_all, train_command, write_run_files
+from megatron_style.paper.corpus import check_test_split, find_source, write_held_out
+from megatron_style.paper.evaluating import evaluate_all
+from megatron_style.paper.experiment import Experiment, check_record, write_record
+from megatron_style.paper.grid import Table
+from megatron_style.paper.page import write_results
+from megatron_style.paper.presentation import Presented, as_json, present
+from megatron_style.paper.processes import Job, run_jobs
+from megatron_style.paper.results import findings_of
+from megatron_style.paper.runs import RunSpec
+from megatron_style.paper.scale import SCALES, scale_named
+from megatron_style.paper.tables import table
+from megatron_style.paper.training import train_all, train_command, write_run_files
 
 TABLES = range(1, 13)
 
@@ -87,7 +87,7 @@ def open_experiment(args: argparse.Namespace) -> tuple[Experiment, list[Table]]:
 
 
 def jobs_at_once(wanted: int | None, experiment: Experiment) -> int:
-    from megatron_style.runtime.launcher import accelerator  # torch takes a second, and is needed only here
+    from megatron_style.hosts.launcher import accelerator  # torch takes a second, and is needed only here
 
     has_gpus, processes = accelerator().type != "cpu", experiment.scale.processes
     if processes > 1 and not has_gpus:

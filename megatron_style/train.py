@@ -16,28 +16,28 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron_style.base.command import run_command
+from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.checkpoint.model_folder import write_whole
 from megatron_style.checkpoint.source import ModelSource
 from megatron_style.checkpoint.store import CheckpointStore
-from megatron_style.config.command import run_command
-from megatron_style.config.errors import Diverged, Stopped
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
 from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
 from megatron_style.data.lanes import read_batch
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.preflight import preflight
+from megatron_style.engine.session import distributed_session
 from megatron_style.inference.held_out import held_out
+from megatron_style.journal.journal import Journal
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.randomness import Noise, derive_key, seed_sharded_dropout
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.engine import TrainingEngine
-from megatron_style.runtime.journal import Journal
-from megatron_style.runtime.preflight import preflight
-from megatron_style.runtime.session import distributed_session
-from megatron_style.runtime.stop import StopRequest
-from megatron_style.runtime.watched import watched
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule, StepPlan
+from megatron_style.supervision.run_guard import watched
+from megatron_style.supervision.stop import StopRequest
 
 _LAST = 3  # updates that must not all be skipped at the end; in fp16 a single one is nothing unusual
 _REMEDY = "resume from an earlier checkpoint with a lower learning rate"

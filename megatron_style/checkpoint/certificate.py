@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron_style import __version__
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.model.block import Block
 from megatron_style.model.cache import SegmentCache

@@ -1,7 +1,7 @@
 """A form of model: checkpoints of the reference implementation (a fairseq fork) and of fairseq's own language models.
 
 The reference's momentum is a velocity v in units of the last update's learning rate lr_old; ours is u = -v / lr_old
-(`runtime/optimizer.py`). Both directions are computed and kept in float64, so that a round trip loses nothing."""
+(`engine/optimizer.py`). Both directions are computed and kept in float64, so that a round trip loses nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint import fairseq, huggingface, manifest, model_folder, run_checkpoint, universal
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.config.errors import UserError
 
 
 class Readable(Protocol):

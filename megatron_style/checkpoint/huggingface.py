@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.certificate import Certificate, Nll, certify, segment_of
 from megatron_style.checkpoint.huggingface_tokenizer import read_tokenizer, write_tokenizer
 from megatron_style.checkpoint.model_folder import (
@@ -28,7 +29,6 @@ from megatron_style.checkpoint.model_folder import (
     write_weights,
 )
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.tokenizer import PAD
 

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import (
     BPE_FILE,
     DICTIONARY_FILE,

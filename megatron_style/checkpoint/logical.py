@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Manifest, tensor_rank_of
-from megatron_style.config.errors import UserError
+from megatron_style.engine.counters import Counters
 from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis
-from megatron_style.runtime.counters import Counters
 
 
 class _Opaque:

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from megatron_style.config.errors import UserError, one_line
+from megatron_style.base.errors import UserError, one_line
 from megatron_style.parallel.sharding import Fragment, Layout
 
 FILE = "manifest.json"

@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
+from megatron_style.base.files import whole_folder
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.data.folder import whole_folder
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
 
 CONFIG_FILE = "config.json"

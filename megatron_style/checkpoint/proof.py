@@ -10,9 +10,9 @@ import torch
 
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import Manifest
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.parallel.randomness import derive_key
 from megatron_style.parallel.sharding import Layout
-from megatron_style.runtime.engine import TrainingEngine
 
 MOST_ELEMENTS = 2**28  # of a tensor rank's shards are compared in one save; a larger model is sampled, in turns
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Manifest
 from megatron_style.checkpoint.run_checkpoint import open_checkpoint, read
 from megatron_style.checkpoint.store import CheckpointStore
-from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig, save_run
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 
 

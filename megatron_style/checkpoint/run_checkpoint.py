@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, read_manifest
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_beside

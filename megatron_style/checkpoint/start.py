@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from megatron_style.base.command import log
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.formats import open_model
-from megatron_style.config.command import log
-from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.cache import SegmentCache
-from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.schedule.stages import StageSchedule
 
 

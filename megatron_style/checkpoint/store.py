@@ -20,6 +20,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_style.base.command import log
+from megatron_style.base.errors import RunFailed, UserError
+from megatron_style.base.files import sync
 from megatron_style.checkpoint.logical import LogicalReader, file_of
 from megatron_style.checkpoint.manifest import (
     FILE,
@@ -33,16 +36,13 @@ from megatron_style.checkpoint.manifest import (
 )
 from megatron_style.checkpoint.proof import difference
 from megatron_style.checkpoint.start import Progress, Start, check_same_model
-from megatron_style.config.command import log
-from megatron_style.config.errors import RunFailed, UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
-from megatron_style.data.folder import sync
+from megatron_style.engine.ds_config import read_ds_config
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.ds_config import read_ds_config
-from megatron_style.runtime.engine import TrainingEngine
 from megatron_style.schedule.stages import Stage, StageSchedule
 
 _PREFIX, _ASIDE, _REMOVED = "global_step", ".partial", ".removed"

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from megatron_style.base.errors import RunFailed, UserError
+from megatron_style.base.files import put_in_place
 from megatron_style.checkpoint.certificate import FILE, Certificate, certify
 from megatron_style.checkpoint.model_folder import check_place
 from megatron_style.checkpoint.source import ModelSource
-from megatron_style.config.errors import RunFailed, UserError
-from megatron_style.data.folder import put_in_place
 
 EXTRA_MEMORY = 16 * 2**20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.config.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.parallel.sharding import Layout

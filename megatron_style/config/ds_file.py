@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_style.base.errors import UserError
 from megatron_style.config.ds_keys import BLOCKS, NO_OPTIMIZERS, OPTIMIZERS, RULES, SCALES_RATE, SETS_RATE
-from megatron_style.config.errors import UserError
 
 
 def read_ds_file(path: Path | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.section import Section
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 
 class Section(BaseModel):

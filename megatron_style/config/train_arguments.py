@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_style.config.command import add_set_flag, command_parser
+from megatron_style.base.command import add_set_flag, command_parser
 
 
 def parse_train_arguments() -> tuple[Path, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 
 class _Loader(yaml.SafeLoader):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import DataConfig
 from megatron_style.data.store import TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.data.progress import byte_progress
 from megatron_style.data.text import file_digest
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from megatron_style.config.command import log
+from megatron_style.base.command import log
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 CHUNK_BYTES = 4 << 20
 

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")

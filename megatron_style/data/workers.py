@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_style.config.errors import RunFailed
+from megatron_style.base.errors import RunFailed
 from megatron_style.model.vocabulary import AdaptiveVocabulary, PlainVocabulary
 
 

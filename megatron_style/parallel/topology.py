@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 
 
 @dataclass(frozen=True)

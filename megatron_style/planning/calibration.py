@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
+from megatron_style.base.errors import UserError
+from megatron_style.base.events import Event, read_events
 from megatron_style.config.ds_file import read_ds_file
-from megatron_style.config.errors import UserError
-from megatron_style.config.events import Event, read_events
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import Gpu

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.store import TokenStore, open_store, store_files

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 
 Precision = Literal["fp32", "bf16", "fp16"]

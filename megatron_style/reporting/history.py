@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_style.config.errors import UserError
-from megatron_style.config.events import Event, read_events
+from megatron_style.base.errors import UserError
+from megatron_style.base.events import Event, read_events
 from megatron_style.config.yaml_file import read_yaml
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig, StageConfig, divisors_of
 from megatron_style.schedule.passes import Pass, Reading, ShuffledSegments, TextLanes
 from megatron_style.schedule.unread import Unread

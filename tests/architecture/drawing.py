@@ -12,26 +12,32 @@ from collections.abc import Mapping
 NEEDS: Mapping[str, frozenset[str]] = {
     room: frozenset(needs.split())
     for room, needs in {
-        "config": "",
-        "schedule": "config",
-        "data": "config schedule",
-        "planning": "config data schedule",
-        "reporting": "config",
-        "reproduction": "config data planning reporting schedule",
-        "parallel": "config",
+        "base": "",
+        "config": "base",
+        "schedule": "base config",
+        "data": "base config schedule",
+        "parallel": "base",
         "model": "config parallel",
-        "inference": "config data model parallel schedule",
-        "runtime": "config data inference model parallel planning schedule",
-        "checkpoint": "config data model parallel runtime schedule",
-        "commands": "checkpoint config data inference model parallel planning reporting reproduction runtime schedule",
+        "inference": "base config data model parallel schedule",
+        "hosts": "base",
+        "supervision": "base config hosts",
+        "engine": "base config data hosts model parallel schedule",
+        "checkpoint": "base config data engine model parallel schedule",
+        "planning": "base config data schedule",
+        "rehearsal": "base config data engine model parallel planning schedule",
+        "journal": "base config engine inference parallel planning schedule",
+        "reporting": "base config",
+        "paper": "base config data planning reporting schedule",
+        "commands": "base checkpoint config data engine hosts inference journal model paper parallel planning "
+        "rehearsal reporting schedule supervision",
     }.items()
 }
-TORCH_FREE = frozenset({"config", "schedule", "data", "planning", "reporting", "reproduction"})
+TORCH_FREE = frozenset({"base", "config", "schedule", "data", "planning", "reporting", "paper"})
 ONLY_IN: Mapping[str, frozenset[str]] = {
-    "deepspeed": frozenset({"runtime"}),
+    "deepspeed": frozenset({"engine", "rehearsal", "hosts"}),
     "yaml": frozenset({"config"}),
     "pydantic": frozenset({"config"}),
-    "mpi4py": frozenset({"data", "runtime"}),
+    "mpi4py": frozenset({"data", "hosts"}),
     "transformers": frozenset({"checkpoint"}),
 }
 

@@ -14,9 +14,9 @@ from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from tests.model.test_reference_parity import read_blocks, reference_loss

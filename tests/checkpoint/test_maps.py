@@ -13,14 +13,14 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from megatron_style.base.errors import RunFailed
 from megatron_style.checkpoint import proof
 from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.proof import compared
-from megatron_style.config.errors import RunFailed
 from megatron_style.config.run import RunConfig
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.zero_layout import fragments
 from megatron_style.parallel.sharding import Fragment, Layout
-from megatron_style.runtime.flat import fragments
-from megatron_style.runtime.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.checkpoint.test_resume import expect_close, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
@@ -83,7 +83,7 @@ def with_a_gap(engine: Any, *, data_rank: int) -> list[Fragment]:
 
 
 def fail_to_save(run: RunConfig, wrong: Any, told: str) -> None:
-    with patch("megatron_style.runtime.engine.fragments", wrong), pytest.raises(RunFailed, match=told):
+    with patch("megatron_style.engine.engine.fragments", wrong), pytest.raises(RunFailed, match=told):
         train(run)
 
 

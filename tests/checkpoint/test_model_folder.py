@@ -9,9 +9,9 @@ from typing import NoReturn
 import pytest
 import torch
 
+from megatron_style.base.errors import UserError
 from megatron_style.checkpoint import model_folder
 from megatron_style.checkpoint.model_folder import read_config
-from megatron_style.config.errors import UserError
 from megatron_style.data.tokenizer import BpeTokenizer, load_tokenizer
 from tests.support.tiny import (
     content,

@@ -22,11 +22,11 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from megatron_style.base.errors import RunFailed, Stopped
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import read_manifest
-from megatron_style.config.errors import RunFailed, Stopped
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.local_ranks import run_ranks
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config

@@ -22,9 +22,9 @@ from megatron_style.checkpoint.store import CheckpointStore, Progress
 from megatron_style.checkpoint.transfer import EXTRA_MEMORY
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 from tests.checkpoint.test_resume import make_run
 from tests.support.training import write_corpus

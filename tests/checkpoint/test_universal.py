@@ -26,14 +26,14 @@ from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.convert import main
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine, _MpuView
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.optimizer import make_optimizer
+from megatron_style.engine.session import distributed_session
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise, layouts_of, shard_of
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.engine import TrainingEngine, _MpuView
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.optimizer import make_optimizer
-from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 from tests.checkpoint.test_resume import damage, make_run, on_ranks
 from tests.end_to_end.test_convert import Trap

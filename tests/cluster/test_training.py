@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_style.config.run import load_run
-from megatron_style.runtime.local_ranks import run_ranks
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.cluster.hosts import Cluster
 from tests.support.small_run import losses, write_small_run

@@ -10,10 +10,10 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import zero_stage
-from megatron_style.config.errors import UserError
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.ds_config import check_one_home, clip_norm, complete_ds_config, read_ds_config
+from megatron_style.engine.ds_config import check_one_home, clip_norm, complete_ds_config, read_ds_config
 from megatron_style.schedule.stages import resolve_stage
 from tests.support.runs import tiny_run
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig, nearest_divisors
 from megatron_style.config.yaml_file import override
 

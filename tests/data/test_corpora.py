@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.data.corpora import built_in_corpus
 from megatron_style.data.download import Download, fetch
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import SPECIALS, BpeTokenizer, Tokenizer, WordDictionary, load_tokenizer
 from tests.support.oracle import ORACLE, needs_oracle
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.data.workers import worker_pool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,10 +8,10 @@ import torch
 from benchmarks.plain.model import PlainModel
 from benchmarks.plain.optimizer import PlainNAG
 from megatron_style.config.model import ModelConfig
+from megatron_style.engine.optimizer import NAG
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
-from megatron_style.runtime.optimizer import NAG
 
 VOCAB_SIZE, LENGTH = 60, 12
 

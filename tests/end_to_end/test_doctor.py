@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.command import run_command
+from megatron_style.base.command import run_command
 from megatron_style.doctor import judge_clocks, judge_disk, judge_host, judge_versions, main
-from megatron_style.runtime.hosts import Host
+from megatron_style.hosts.hosts import Host
 from tests.support.launch import free_port, launch
 from tests.support.small_run import write_small_run
 

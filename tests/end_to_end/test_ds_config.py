@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_style.config.command import run_command
+from megatron_style.base.command import run_command
 from megatron_style.config.run import load_run
 from megatron_style.train import train
 from tests.support.small_run import losses, write_small_run

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.command import run_command
-from megatron_style.config.errors import UserError
+from megatron_style.base.command import run_command
+from megatron_style.base.errors import UserError
 from megatron_style.data.store import open_store
 from megatron_style.data.text import TextFile
 from megatron_style.data.tokenizer import load_tokenizer
@@ -273,7 +273,7 @@ def test_help_has_an_example() -> None:
 
 def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(tmp_path: Path, text: list[str]) -> None:
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
-    limited += "from megatron_style.prepare import main; from megatron_style.config.command import run_command; "
+    limited += "from megatron_style.prepare import main; from megatron_style.base.command import run_command; "
     limited += "run_command(lambda: main(sys.argv[1:]))"
     done = run([sys.executable, "-c", limited, *text, "--output", tmp_path / "out"])
     assert done.returncode == 1

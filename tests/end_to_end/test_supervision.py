@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from megatron_style.config.run import RunConfig
-from megatron_style.runtime.record import RankRecord, read_records, read_status
+from megatron_style.supervision.record import RankRecord, read_records, read_status
 from tests.checkpoint.test_resume import expect_bitwise, make_run, on_ranks
 from tests.support.launch import ROOT, free_port, launch
 from tests.support.training import write_corpus
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module", "megatron_style.train")
-SUPERVISOR = ("-m", "megatron_style.runtime.supervisor", "--processes", "2", "--pause", "1s")
+SUPERVISOR = ("-m", "megatron_style.supervision.supervisor", "--processes", "2", "--pause", "1s")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_style.config.run import RunConfig
 from tests.checkpoint.test_resume import final_state, make_run, metrics, on_ranks
-from tests.runtime.test_journal import expect_points
+from tests.journal.test_journal import expect_points
 from tests.support.launch import ROOT, free_port
 from tests.support.screen import Screen
 from tests.support.small_run import write_small_run

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.decoder import Decoder
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis, Topology
-from megatron_style.runtime.local_ranks import run_ranks
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 SEEDS = [1, 2, 3]

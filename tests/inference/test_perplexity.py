@@ -9,12 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.perplexity import Protocol, Score, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.local_ranks import run_ranks
 from tests.support.textbook import score_row
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model, weights_of
 

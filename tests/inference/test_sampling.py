@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_style.config.errors import RunFailed
+from megatron_style.base.errors import RunFailed
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer
 from megatron_style.inference.beams import Hypothesis, beam_search

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_style.checkpoint.fairseq import fairseq_names
+from megatron_style.engine.optimizer import NAG
 from megatron_style.inference.perplexity import Protocol, score
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.positions import SinusoidalPositions, sinusoids
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
-from megatron_style.runtime.optimizer import NAG
 from tests.support.oracle import (
     ORACLE,
     oracle_is_here,

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.planning.communication import Traffic, plan_traffic
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.run_plan import setup_of
 from megatron_style.planning.sharding import sharding_of
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule, resolve_stage
 from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.errors import UserError
+from megatron_style.base.errors import UserError
 from megatron_style.reporting.history import Place, read_run, read_runs
 from megatron_style.reporting.stages import stage_figures
 from tests.support.written_runs import SHORTFORMER, WrittenRun, WrittenStage, write_run

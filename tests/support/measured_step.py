@@ -11,14 +11,14 @@ import torch
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.lanes import read_batch
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.model.cache import SegmentCache
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.topology import Topology
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.engine import TrainingEngine
-from megatron_style.runtime.live_bytes import LiveBytes, bytes_of
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
+from megatron_style.rehearsal.live_bytes import LiveBytes, bytes_of
 from megatron_style.schedule.stages import StageSchedule, StepPlan
 from megatron_style.train import accumulate_gradients
 

@@ -14,10 +14,10 @@ import torch
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.store import TokenStoreWriter
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.engine.session import distributed_session
 from megatron_style.model.cache import SegmentCache
-from megatron_style.runtime.build import build_engine
-from megatron_style.runtime.local_ranks import run_ranks
-from megatron_style.runtime.session import distributed_session
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients

@@ -1,0 +1,112 @@
+"""What all commands share: exit codes, where results go, and how they look."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A wrong flag is told like any other wrong input: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        log(f"error: {message}; `{self.prog} --help` shows what there is")
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def command_parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
+    return _OneLineParser(
+        prog=f"python -m megatron_style.{name}",
+        description=about,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def add_set_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", action="append", default=[], dest="settings",
+        metavar="section.key=value", help="in place of the run file's value; as often as needed",
+    )  # fmt: skip
+
+
+def run_command(main: Callable[[], None]) -> NoReturn:
+    """Run a command's main and leave with the exit code that interface promises."""
+    try:
+        main()
+    except UserError as error:
+        if _is_first_of_host():  # all its processes make the same mistake: say it once
+            log(f"error: {error}")
+        sys.exit(EXIT_BAD_INPUT)
+    except Stopped as reason:
+        if os.environ.get("RANK", "0") == "0":
+            log(str(reason))
+        sys.exit(EXIT_STOPPED)
+    except KeyboardInterrupt:
+        log("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except Diverged as error:
+        log(f"error: {error}")
+        sys.exit(EXIT_DIVERGED)
+    except (OSError, RunFailed) as error:
+        log(f"error: {error}")
+        sys.exit(EXIT_FAILED)
+    sys.exit(EXIT_DONE)
+
+
+def log(line: str) -> None:
+    """Progress and remarks: standard error, so that standard output holds results only. It may go to a file on a disk
+    that is full, which is no reason to end."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show(result: Mapping[str, object], *, as_json: bool) -> None:
+    """The command's result on standard output."""
+    if as_json:
+        print(json.dumps(result))  # noqa: T201
+        return
+    width = max(len(key) for key in result)
+    for key, value in result.items():
+        print(f"{key.replace('_', ' '):<{width}}  {_text(value)}")  # noqa: T201
+
+
+def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table for people on standard output: names to the left, numbers to the right."""
+    lines = [tuple(header), *(tuple(map(_text, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print()  # noqa: T201
+    for first, *others in lines:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        print("  ".join([f"{first:<{widths[0]}}", *cells]))  # noqa: T201
+
+
+def _is_first_of_host() -> bool:
+    """As the launchers number processes: deepspeed and torchrun, mpirun, srun."""
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def size(count: float) -> str:
+    """Of memory or files, in bytes."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def _text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "unknown", True: "yes", False: "no"}[value]
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)

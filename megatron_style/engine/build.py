@@ -1,0 +1,63 @@
+"""From a run to an engine that can train it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DeepSpeedConfigError
+
+from megatron_style.config.run import RunConfig
+from megatron_style.engine.ds_config import (
+    check_one_home,
+    clip_norm,
+    complete_ds_config,
+    explained,
+    read_ds_config,
+    speaks,
+)
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.optimizer import make_optimizer, parameter_groups
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.sharding import initialise
+from megatron_style.parallel.topology import Topology
+from megatron_style.schedule.stages import StageSchedule
+
+# What DeepSpeed raises about settings, and not about memory, devices or the network.
+_WRONG_SETTINGS = (
+    DeepSpeedConfigError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    NotImplementedError,
+)
+
+
+def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topology: Topology) -> TrainingEngine:
+    user = read_ds_config(run.deepspeed)
+    check_one_home(user, run)
+    ds_config = complete_ds_config(user, run, schedule.stages, data_parallel=topology.data.size)
+    model = Shortformer(run.model, vocab_size, topology.tensor, recompute=run.parallel.recompute)
+    initialise(model, run.seed, topology.tensor)
+    optimizer: torch.optim.Optimizer | list[dict[str, Any]]
+    if "optimizer" in user:
+        weight_decay = user["optimizer"].get("params", {}).get("weight_decay")
+        optimizer = parameter_groups(model, run.optimizer.decay or "matrices", weight_decay)
+    else:
+        offload = user.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+        optimizer = make_optimizer(run.optimizer, model, on_cpu=offload == "cpu")
+    try:
+        return TrainingEngine(
+            model,
+            optimizer,
+            ds_config,
+            topology,
+            clip_norm=clip_norm(user, run),
+            max_skipped=run.optimizer.max_skipped,
+            speaks=speaks(user),
+        )
+    except _WRONG_SETTINGS as error:
+        raise explained(error, user, run.deepspeed) from error

@@ -1,0 +1,276 @@
+"""DeepSpeed behind four verbs: forward, accumulate, update, save and load."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_style.base.errors import Diverged
+from megatron_style.engine.counters import Counters
+from megatron_style.engine.zero_layout import (
+    flat_groups,
+    fragments,
+    refresh_weights,
+    state_of_first_step,
+    without_optimizer,
+    write_fragment,
+    write_group,
+)
+from megatron_style.model.cache import SegmentCache
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.randomness import Noise
+from megatron_style.parallel.sharding import Fragment, layout_of, layouts_of, shard_of, unshard
+from megatron_style.parallel.topology import Axis, Topology
+
+
+@dataclass(frozen=True)
+class Update:
+    learning_rate: float
+    grad_norm: Tensor | float  # before clipping; on the device, so that nobody waits for a norm that is not shown
+    applied: bool  # false when the gradient was not finite
+
+
+class TrainingEngine:
+    def __init__(
+        self,
+        model: Shortformer,
+        optimizer: torch.optim.Optimizer | list[dict[str, Any]],
+        ds_config: dict[str, Any],
+        topology: Topology,
+        *,
+        clip_norm: float,
+        max_skipped: int,
+        speaks: bool = False,
+    ) -> None:
+        """Groups of parameters in place of an optimizer are those of the ds_config's own one."""
+        has_own = isinstance(optimizer, list)
+        self._topology, self._clip_norm = topology, clip_norm
+        self.skipped_in_a_row, self._max_skipped = 0, max_skipped
+        # Without `speaks` not even its warning about an optimizer that it has not tested with ZeRO; we have.
+        with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=None if has_own else optimizer,
+                model_parameters=optimizer if has_own else None,
+                config=ds_config,
+                mpu=_MpuView(topology),
+                dist_init_required=False,
+            )
+        if speaks:
+            deepspeed.utils.logger.setLevel("INFO")
+        if self.zero_stage == 3:
+            # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
+            for param in model.vocabulary.parameters():
+                deepspeed.zero.register_external_parameter(model, param)
+
+    @property
+    def model(self) -> Shortformer:
+        return cast(Shortformer, self._engine.module)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self._engine.zero_optimization_stage())
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor, cache: SegmentCache, noise: Noise | None
+    ) -> tuple[Tensor, SegmentCache]:
+        return self._engine(inputs, targets, cache, noise)  # type: ignore[no-any-return]
+
+    def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add this micro-batch's gradient; the last one triggers the data-parallel mean."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss)
+
+    def update(self, learning_rate: float | None) -> Update:
+        """Clip, step, clear; a gradient that is not finite changes nothing. `None`: the ds_config has a scheduler."""
+        update = self._step(learning_rate)
+        self.skipped_in_a_row = 0 if update.applied else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == self._max_skipped:
+            raise Diverged(
+                f"the gradients of {self._max_skipped} steps in a row are not finite (optimizer.max_skipped); resume "
+                f"from an earlier checkpoint with a lower learning rate"
+            )
+        return update
+
+    def _step(self, learning_rate: float | None) -> Update:
+        groups = self._engine.optimizer.param_groups
+        if learning_rate is None:
+            learning_rate = max(float(group["lr"]) for group in groups)
+        else:
+            for group in groups:
+                group["lr"] = learning_rate
+        norm: Tensor | float
+        if self.zero_stage == 0:
+            norm, applied = self._step_by_hand()
+        else:
+            self._engine.step()
+            norm, applied = self._engine.get_global_grad_norm(), self._engine.was_step_applied()
+        return Update(learning_rate, norm, applied)
+
+    def _step_by_hand(self) -> tuple[float, bool]:
+        """Without ZeRO, DeepSpeed tells no norm and checks nothing."""
+        norm = gradient_norm(self.model, self._topology.tensor)
+        if not math.isfinite(norm):
+            self._engine.zero_grad()
+            return norm, False
+        scale = min(1.0, self._clip_norm / (norm + 1e-6))
+        torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+        self._engine.step()
+        return norm, True
+
+    @contextmanager
+    def rehearsed_update(self) -> Iterator[None]:
+        """Do all of an update but the optimizer's own step, after the gradients made in this context, which have to be
+        zero. The training state stays as it was, bit for bit; what the step would allocate is allocated meanwhile."""
+        engine = self._engine
+        counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "lr_scheduler")
+        before = {name: getattr(engine, name) for name in counters}
+        scaler = copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None))
+        monitored, engine.monitor.enabled = engine.monitor.enabled, False
+        engine.lr_scheduler = None
+        held = state_of_first_step(engine)
+        yield
+        with without_optimizer(engine), _at_level("ERROR"):
+            self._step(None)
+        for name, value in before.items():
+            setattr(engine, name, value)
+        if scaler is not None:
+            engine.optimizer.loss_scaler = scaler
+        held.clear()
+        engine.monitor.enabled = monitored
+
+    def tell_monitors(self, values: Mapping[str, float]) -> None:
+        """To whatever the ds_config switches on (`csv_monitor`, `tensorboard`, `wandb`, `comet`), which DeepSpeed tells
+        no loss. Counted in its samples, as what it writes by itself: some of them refuse to go back."""
+        if self._engine.monitor.enabled:
+            count = self._engine.global_samples
+            self._engine.monitor.write_events([(tag, value, count) for tag, value in values.items()])
+
+    def sum_up(self) -> None:
+        """Let DeepSpeed show its collectives, if the ds_config's `comms_logger` asked for them. All ranks call it."""
+        if self._engine._config.comms_config.comms_logger_enabled:
+            deepspeed.comm.log_summary()
+
+    def save(self, directory: Path, tag: str) -> None:
+        had_checksums = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)  # the manifest has better ones, and these halve the speed
+        try:
+            self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
+        finally:
+            torch.serialization.set_crc32_options(had_checksums)
+
+    def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load weights and optimizer state of a checkpoint whose flat tensors lie as this engine's do."""
+        for group, held in zip(flat_groups(self._engine), saved, strict=True):
+            write_group(group, held)
+        refresh_weights(self._engine)
+
+    def fragments(self) -> list[Fragment]:
+        return fragments(self._engine, data_rank=self._topology.data.rank)
+
+    def load_logical(self, read: Callable[[str], dict[str, Tensor]]) -> None:
+        """Weights and optimizer state from whole tensors, whatever grid they come from."""
+        axis, groups, mine = self._topology.tensor, flat_groups(self._engine), self.fragments()
+        if self.zero_stage == 0:  # every rank holds everything
+            mine = fragments(self._engine, data_rank=0)
+        by_param: dict[str, list[Fragment]] = {}
+        for fragment in mine:
+            by_param.setdefault(fragment.param, []).append(fragment)
+        layouts = layouts_of(self.model)
+        for name, stretches in by_param.items():
+            logical = {
+                key: shard_of(x, layouts[name], axis).contiguous() if x.dim() else x for key, x in read(name).items()
+            }
+            for fragment in stretches:
+                write_fragment(groups[fragment.group], fragment, logical)
+        refresh_weights(self._engine)
+
+    def resume(self, counters: Counters) -> None:
+        """Restore what DeepSpeed counts in addition to weights and optimizer state."""
+        self._engine.global_steps = counters.global_steps
+        self._engine.global_samples = counters.global_samples
+        self._engine.skipped_steps = counters.skipped_steps
+        if getattr(self._engine.optimizer, "dynamic_loss_scale", False):
+            vars(self._engine.optimizer.loss_scaler).update(counters.loss_scaler)
+        if self._engine.lr_scheduler is not None:
+            self._engine.lr_scheduler.load_state_dict(dict(counters.scheduler))
+            for group, rates in zip(self._engine.optimizer.param_groups, counters.rates, strict=True):
+                group.update(rates)
+
+    def working_weight(self, name: str) -> Tensor:
+        """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks ask for
+        the same one: ZeRO 3 gathers it from them."""
+        param = self.model.get_parameter(name)
+        with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
+            return param.detach().clone()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every logical parameter in float32 on the first rank; empty on the others. All ranks call it together."""
+        weights = {}
+        for name, param in self.model.named_parameters():
+            full = _gather(param, self._topology.tensor)
+            if self._topology.is_first:
+                weights[name] = full.cpu().clone()
+        return weights
+
+
+@contextmanager
+def _at_level(level: str) -> Iterator[None]:
+    """Let DeepSpeed say this much and no more."""
+    logger = deepspeed.utils.logger
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def gradient_norm(model: nn.Module, axis: Axis) -> float:
+    """Over all logical parameters, each counted once."""
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for param in model.parameters():
+        if param.grad is not None and (layout_of(param).shard_dim is not None or axis.rank == 0):
+            total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
+    return math.sqrt(axis.sum(total).item())
+
+
+def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
+    """From the data-parallel ranks (the float32 master copy, where ZeRO keeps one), then from the tensor ranks."""
+    layout = layout_of(param)
+    local = deepspeed.utils.safe_get_full_fp32_param(param)
+    local = (param.detach() if local is None else local).float().view(layout.shard_shape(axis.size))
+    if layout.shard_dim is None or axis.size == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in range(axis.size)]
+    dist.all_gather(parts, local.contiguous(), group=axis.group)
+    return unshard(parts, layout.shard_dim, layout.shape[layout.shard_dim])
+
+
+class _MpuView:
+    """Topology in the words DeepSpeed asks for."""
+
+    def __init__(self, topology: Topology) -> None:
+        for name, axis in (("data", topology.data), ("model", topology.tensor), ("tensor_model", topology.tensor)):
+            setattr(self, f"get_{name}_parallel_rank", lambda axis=axis: axis.rank)
+            setattr(self, f"get_{name}_parallel_world_size", lambda axis=axis: axis.size)
+            setattr(self, f"get_{name}_parallel_group", lambda axis=axis: axis.group)

@@ -1,0 +1,63 @@
+"""Before the first step: does every stage fit? One forward and backward at the shape of each, on the real grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_style.base.errors import UserError
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.memory import is_out_of_memory, peak_memory
+from megatron_style.model.cache import SegmentCache
+from megatron_style.parallel.randomness import Noise, derive_key
+from megatron_style.schedule.stages import Stage
+
+
+def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
+    """Each stage with its peak of memory in bytes, the largest first. Leaves the training state as it was."""
+    if engine.zero_stage == 3 and stages:
+        # Its first pass, which records the order of the weights, keeps more of them gathered than any later one.
+        rehearse(engine, replace(stages[0], segment_length=1, cache_length=0, rows=1, micro_rows=1))
+    for stage in sorted(stages, key=_attention_cost, reverse=True):
+        with peak_memory(engine.device) as peak:
+            try:
+                rehearse(engine, stage)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise UserError(_advice(stage, error)) from None
+            yield stage, peak()
+
+
+def rehearse(engine: TrainingEngine, stage: Stage) -> None:
+    """Hold what a step holds: the caches of all micro-batches, old and new, gradients, and what the update allocates.
+    Two micro-batches are computed, so that the second meets the gradients of the first; of the rest only caches."""
+    ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
+    noise = Noise(derive_key("preflight"))
+    caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]
+    following = [_full_cache(engine, stage) for _ in range(stage.accumulation - 2)]
+    with engine.rehearsed_update():
+        for micro in range(min(2, stage.accumulation)):
+            nll, cache = engine.forward(ids, ids, caches[micro], noise)
+            engine.accumulate(nll.sum() * 0.0, is_last=micro == 1 or stage.accumulation == 1)
+            following.append(cache)
+        caches.clear()  # as in a step, the update does not meet them any more
+
+
+def _full_cache(engine: TrainingEngine, stage: Stage) -> SegmentCache:
+    empty = engine.model.empty_cache(stage.micro_rows, stage.cache_length)
+    full = (layer.new_zeros(stage.micro_rows, stage.cache_length, layer.shape[-1]) for layer in empty.layers)
+    return SegmentCache(tuple(full), stage.cache_length)
+
+
+def _attention_cost(stage: Stage) -> int:
+    return stage.micro_rows * stage.segment_length * (stage.segment_length + stage.cache_length)
+
+
+def _advice(stage: Stage, error: RuntimeError) -> str:
+    smaller = [n for n in range(1, stage.micro_rows) if stage.rows % n == 0]
+    remedy = f"set stages.{stage.index}.micro_rows to {smaller[-1]} or less" if smaller else "use more tensor ranks"
+    reason = str(error).split("\n")[0][:200]
+    return f"{stage}: does not fit into memory; {remedy}, or parallel.recompute=true ({reason})"

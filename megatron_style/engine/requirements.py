@@ -1,0 +1,40 @@
+"""What a run asks of its launch, found without one: how many processes fit, how much a checkpoint takes."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_style.base.errors import UserError
+from megatron_style.config.run import RunConfig
+from megatron_style.data.corpus import open_corpus
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.topology import Axis, check_world
+from megatron_style.schedule.stages import StageSchedule
+
+_BYTES_A_PARAMETER = 16  # the most: float32 weights and two moments, and a copy of the weights at half precision
+
+
+def check_run(run: RunConfig, world: int) -> int:
+    """The run's number of steps on so many processes; whatever `train` would refuse is refused here, in its words."""
+    from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config  # takes seconds
+
+    check_world(world, run.parallel.tensor)
+    data_parallel = world // run.parallel.tensor
+    corpus = open_corpus(run.data)
+    run.model.check_vocabulary(corpus.vocab_size)
+    schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=data_parallel)
+    user = read_ds_config(run.deepspeed)
+    check_one_home(user, run)
+    complete_ds_config(user, run, schedule.stages, data_parallel=data_parallel)
+    return schedule.total_steps
+
+
+def bytes_of_checkpoint(run: RunConfig) -> int | None:
+    """About so many. The vocabulary has a share in it: without a corpus that can be read, nobody knows."""
+    try:
+        vocab_size = open_corpus(run.data, check_ids=False).vocab_size
+    except UserError:
+        return None
+    with torch.device("meta"):
+        model = Shortformer(run.model, vocab_size, Axis(), recompute=False)
+    return _BYTES_A_PARAMETER * sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,78 @@
+"""Join and leave the process grid, under any launcher or none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import mpi_discovery
+
+from megatron_style.base.command import log
+from megatron_style.base.errors import UserError
+from megatron_style.hosts.launcher import DEFAULT_PORT, adopt_srun, count_hosts, launcher
+from megatron_style.parallel.topology import Topology
+
+
+@contextmanager
+def distributed_session(*, tensor: int) -> Iterator[Topology]:
+    deepspeed.utils.logger.setLevel("WARNING")
+    for handler in deepspeed.utils.logger.handlers:
+        if type(handler) is logging.StreamHandler:  # its own, not one of a subclass that somebody added
+            handler.setStream(sys.stderr)  # standard output is for results
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
+    # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    joined_here = not dist.is_initialized()
+    if joined_here:
+        _join()
+    else:
+        take_device(int(os.environ.get("LOCAL_RANK", "0")))
+        deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    try:
+        yield Topology.of_world(tensor=tensor)
+        dist.barrier()  # nobody leaves while another rank still needs it
+    finally:
+        if joined_here:
+            dist.destroy_process_group()
+
+
+def _join() -> None:
+    """Join the process group, and log launcher, processes and hosts, so that a wrong launch is noticed at once."""
+    started_by = launcher()
+    port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # under mpirun nothing else would name it
+    if started_by == "srun":
+        adopt_srun()
+    if started_by == "mpirun" and "LOCAL_RANK" not in os.environ:
+        mpi_discovery(distributed_port=port, verbose=False)
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it, also without a launcher
+    backend = get_accelerator().communication_backend_name()
+    take_device(int(os.environ["LOCAL_RANK"]))
+    if started_by == "none":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    deepspeed.init_distributed(backend, distributed_port=port, verbose=False)
+    hosts, processes = count_hosts(started_by), dist.get_world_size()
+    if dist.get_rank() == 0:
+        log(f"launcher: {started_by}; processes: {processes}; hosts: {hosts}")
+
+
+def take_device(local_rank: int) -> None:
+    """Make this rank's device the current one. Collectives of objects and barriers use the current device, which is
+    the host's first one until it is set, while NCCL is bound to the one of LOCAL_RANK."""
+    accelerator = get_accelerator()
+    kind = accelerator.device_name()
+    if kind == "cpu":
+        return
+    visible = accelerator.device_count()
+    if local_rank >= visible:
+        raise UserError(
+            f"LOCAL_RANK is {local_rank}, but this process sees {visible} {kind} device(s); start at most one process "
+            f"per device, and let each process see all devices of its host"
+        )
+    accelerator.set_device(local_rank)

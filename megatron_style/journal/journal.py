@@ -1,0 +1,176 @@
+"""One writer for what a run has to say: on the console, in `metrics.jsonl` and in TensorBoard. Only the first rank
+writes; the others only help to sum the loss."""
+
+from __future__ import annotations
+
+import json
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatron_style.base.command import log
+from megatron_style.base.events import Event
+from megatron_style.config.run import RunConfig, keep_older, save_run
+from megatron_style.engine.ds_config import read_ds_config
+from megatron_style.engine.engine import TrainingEngine, Update
+from megatron_style.engine.memory import forget_peak, peak_bytes
+from megatron_style.inference.held_out import HeldOut
+from megatron_style.journal.console import Console, Standing
+from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.tensorboard import Board, code_block, scalars_of
+from megatron_style.journal.work import Totals, Work, peak_flops
+from megatron_style.parallel.topology import Topology
+from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
+
+_NEWEST_SHARE = 0.3  # of the newest line in the speed that the time left is told by
+
+
+class Journal:
+    def __init__(
+        self, run: RunConfig, schedule: StageSchedule, engine: TrainingEngine, topology: Topology, *, first_step: int
+    ) -> None:
+        self._schedule, self._engine, self._topology = schedule, engine, topology
+        self._work = Work(run.model, engine.model.vocab_size, schedule)
+        self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
+        self._all_flops = self._work.before(schedule.total_steps)
+        self._skipped, self._stage_seconds = 0, 0.0
+        self._seconds_per_flop: float | None = None
+        self._peak = peak_flops(engine.device, engine.dtype, ranks=topology.data.size * topology.tensor.size)
+        self._writes = topology.is_first
+        if self._writes:
+            self._open(run, first_step)
+        self._shown = self._totals  # as they were at the last line
+
+    def _open(self, run: RunConfig, first_step: int) -> None:
+        """Figures that are carried on come from the last line, which every step that saves has."""
+        folder = run.output.path
+        folder.mkdir(parents=True, exist_ok=True)
+        if first_step:
+            keep_older(folder / "run.yaml", run, first_step)
+        save_run(run, folder / "run.yaml")
+        self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
+        if last := self._metrics.last:  # perhaps of a version that recorded less
+            self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
+            self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
+        ds_config = read_ds_config(run.deepspeed)
+        texts = {
+            "run/config": code_block((folder / "run.yaml").read_text(encoding="utf-8"), "yaml"),
+            "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
+        }
+        ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
+        settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
+        self._board = Board(folder / "tensorboard", settings, texts, self._metrics)
+        self._console = Console(self._schedule.total_steps)
+        if first_step:
+            self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+
+    def preflight(self, stage: Stage, peak: int) -> None:
+        self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
+
+    def stage_opens(self, plan: StepPlan) -> None:
+        """Counted to the stage's first step, so that a run resumed right before it records it once."""
+        self._stage_seconds = 0.0
+        stage, totals = plan.stage, self._totals
+        self._record("stage", plan.step + 1, index=stage.index, segment_length=stage.segment_length,
+                     cache_length=stage.cache_length, rows=stage.rows, micro_rows=stage.micro_rows,
+                     tokens=totals.tokens, seconds=totals.seconds, flops=totals.flops,
+                     flops_per_token=self._work.per_token[stage.index], opens=str(stage))  # fmt: skip
+        self._say(f"step {plan.step}: {stage}")
+
+    def stage_closes(self, plan: StepPlan) -> None:
+        """Tokens and time of the stage, over all ranks and resumptions."""
+        first, done = self._schedule.first_step_of(plan.stage), plan.step + 1
+        tokens, seconds = self._totals.tokens - self._schedule.tokens_before(first), self._stage_seconds
+        self._record("stage_end", done, index=plan.stage.index, tokens=self._totals.tokens, stage_tokens=tokens,
+                     stage_seconds=seconds)  # fmt: skip
+        self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
+
+    def step(self, plan: StepPlan, loss: Tensor, update: Update, seconds: float, *, show: bool) -> None:
+        """Called after every step by all ranks; `loss` is this rank's share. Only some are shown, and all that were
+        skipped: in between the loss is not even summed, so that nobody waits for it."""
+        flops = plan.tokens * self._work.per_token[plan.stage.index]
+        self._totals = self._totals.plus(plan.tokens, flops, seconds)
+        self._skipped += not update.applied
+        self._stage_seconds += seconds
+        if show or not update.applied:
+            mean, norm = self._read(loss, update)
+            if self._writes:
+                self._show(plan, mean, norm, update)
+        elif self._writes:
+            self._console.after(plan.step + 1)
+
+    def flush(self, step: int) -> None:
+        """Before a checkpoint: a run that resumes there finds everything up to this step recorded."""
+        if self._writes:
+            self._board.flush(step)
+
+    def held_out(self, step: int, found: HeldOut) -> None:
+        totals = self._totals
+        self._record("valid", step, loss=found.loss, perplexity=found.perplexity, tokens=totals.tokens,
+                     seconds=totals.seconds, flops=totals.flops, by_position=list(found.by_position))  # fmt: skip
+        if found.text:
+            self._record("sample", step, tokens=totals.tokens, prompt=found.prompt, text=found.text)
+        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
+
+    def _read(self, loss: Tensor, update: Update) -> tuple[float, float]:
+        """Return the loss over all ranks and the gradient norm, in one wait for the device."""
+        norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.device)
+        mean, norm = torch.stack([self._topology.data.sum(loss).double(), norm]).tolist()
+        return mean, norm
+
+    def _show(self, plan: StepPlan, loss: float, grad_norm: float, update: Update) -> None:
+        totals, device = self._totals, self._engine.device
+        lately, self._shown = totals.since(self._shown), totals
+        memory = peak_bytes(device)
+        forget_peak(device)
+        event = self._record(
+            "train", plan.step + 1, stage=plan.stage.index, loss=loss, grad_norm=grad_norm,
+            learning_rate=update.learning_rate, skipped=self._skipped, tokens=totals.tokens,
+            tokens_per_second=lately.tokens / lately.seconds, stage_seconds=self._stage_seconds,
+            seconds=totals.seconds, flops=totals.flops, flops_per_second=lately.flops / lately.seconds,
+            memory_bytes=memory,
+        )  # fmt: skip
+        note = "" if update.applied else f", skipped: the gradient is not finite ({self._skipped} so far)"
+        self._console.show(
+            Standing(
+                event,
+                total_steps=self._schedule.total_steps,
+                stages=len(self._schedule.stages),
+                share_done=totals.flops / self._all_flops,
+                seconds_left=self._seconds_left(lately),
+                peak_share=self._peak and event["flops_per_second"] / self._peak,
+                note=note,
+            )
+        )
+
+    def _seconds_left(self, lately: Totals) -> float:
+        """That of the FLOPs left: a stage of longer segments counts for what it costs."""
+        newest = lately.seconds / lately.flops
+        before = newest if self._seconds_per_flop is None else self._seconds_per_flop
+        self._seconds_per_flop = before + _NEWEST_SHARE * (newest - before)
+        return (self._all_flops - self._totals.flops) * self._seconds_per_flop
+
+    def _say(self, line: str) -> None:
+        if self._writes:
+            log(line)
+
+    def _record(self, kind: str, step: int, **values: float | int | str | list[float]) -> Event:
+        event: Event = {"kind": kind, "step": step, **values}
+        if self._writes:
+            self._metrics.write(event)
+            self._board.add(event)
+            self._engine.tell_monitors(scalars_of(event))
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._writes:
+            self._console.close()
+            self._metrics.close()
+            self._board.close(finished=kind is None)

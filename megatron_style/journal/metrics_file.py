@@ -1,0 +1,81 @@
+"""`metrics.jsonl`: what a run records, one JSON object per line. TensorBoard and reports are functions of it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_style.base.events import Event
+
+_COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # which a resumed run continues
+
+
+class MetricsFile:
+    """Lines are flushed one by one, so a killed run has recorded everything but perhaps the end of its last line.
+
+    A run may have millions of lines. A start reads from the end, and only what it needs."""
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        """Drop what was written after `last_step`: those steps will be done again."""
+        self._path = path
+        self.last: Event | None = None  # the last `train` event that is kept
+        if path.exists():
+            os.truncate(path, self._end_of(last_step))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+    def events(self) -> Iterator[Event]:
+        """Yield all that is recorded, one event in memory at a time; torn lines are left out."""
+        with self._path.open("rb") as file:
+            for line in file:
+                event = _event(line)
+                if event is not None:
+                    yield event
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _end_of(self, last_step: int) -> int:
+        """Return how many bytes are kept; steps only grow, so the end decides."""
+        kept = 0
+        if last_step == 0:
+            return kept
+        for end, line in _lines_backwards(self._path):
+            event = _event(line)
+            if event is None or event["step"] > last_step:
+                continue
+            kept = max(kept, end)
+            if event["kind"] == "train":
+                self.last = event
+                break
+        return kept
+
+
+def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield complete lines from the last to the first, each with the place at which it ends."""
+    if path.stat().st_size == 0:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1
+        while end > 0:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            yield end, content[begin:end]
+            end = begin
+
+
+def _event(line: bytes) -> Event | None:
+    """The last line of a killed run may be torn, or full of zeros."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or type(event.get("step")) is not int:
+        return None
+    counts = (event[key] for key in _COUNTS if key in event)
+    return event if all(type(count) in (int, float) and 0 <= count < 2**100 for count in counts) else None

@@ -1,0 +1,174 @@
+"""TensorBoard as a function of `metrics.jsonl`. A resumed run adds a file of events; TensorBoard then forgets what
+earlier files hold of later steps.
+
+Before each checkpoint all events are flushed and a mark says so. Without a mark that reaches the checkpoint, everything
+is written anew: nothing is there twice, and nothing is lost that a killed run had not flushed. Points are drawn over
+the step in `tensorboard/` and over the trained tokens in `tensorboard/by_tokens/`. A point's time is the training time,
+counted over all resumptions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event as FileEvent
+from tensorboard.compat.proto.event_pb2 import SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard.summary import hparams, text
+from torch.utils.tensorboard.writer import FileWriter
+
+from megatron_style.base.events import Event
+from megatron_style.journal.metrics_file import MetricsFile
+
+_MARK, _FILES = "complete.json", "events.out.tfevents.*"
+
+_TAGS = {
+    "train": {
+        "loss": "train/loss",
+        "tokens": "train/tokens",
+        "grad_norm": "optimizer/grad_norm",
+        "learning_rate": "optimizer/learning_rate",
+        "skipped": "optimizer/skipped",
+        "stage": "stage/index",
+        "stage_seconds": "stage/seconds",
+        "tokens_per_second": "speed/tokens_per_second",
+        "flops_per_second": "speed/flops_per_second",
+        "seconds": "speed/seconds",
+        "flops": "speed/flops",
+        "memory_bytes": "memory/peak_bytes",
+    },
+    "valid": {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+}
+_SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token")  # of a stage, shown all through it
+_COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # beside the settings, in the HPARAMS tab
+
+
+class Board:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], recorded: MetricsFile
+    ) -> None:
+        """`settings` are compared between runs, `texts` are shown; `recorded` is what earlier launches have done."""
+        last = recorded.last or {}
+        self._folder = folder
+        self._seconds = float(last.get("seconds", 0.0))
+        experiment, start, self._end = hparams(flat(settings), dict.fromkeys(_COMPARED))
+        mark = _read_mark(folder, digest=_digest(texts))
+        if mark is not None and last and mark.step >= last["step"]:
+            self._mark = mark
+            self._by_step = _writer(folder, purge_from=last["step"] + 1)
+            self._by_tokens = _writer(folder / "by_tokens", purge_from=last["tokens"] + 1)
+            return
+        self._mark = _Mark(0, time.time() - self._seconds, {}, _digest(texts))
+        self._by_step, self._by_tokens = (_writer(_emptied(place)) for place in (folder, folder / "by_tokens"))
+        for summary in (experiment, start):
+            self._by_step.add_summary(summary)
+        for tag, told in texts.items():
+            self._by_step.add_summary(text(tag, told), 0)
+        for event in recorded.events():
+            self.add(event)
+
+    def flush(self, step: int) -> None:
+        """Send everything up to a step to the files, and note that it is there."""
+        self._by_step.flush()
+        self._by_tokens.flush()
+        self._mark = replace(self._mark, step=step)
+        new = self._folder / f"{_MARK}.new"
+        new.write_text(json.dumps(asdict(self._mark)), encoding="utf-8")
+        new.replace(self._folder / _MARK)
+
+    def add(self, event: Event) -> None:
+        self._seconds = event.get("seconds", self._seconds)
+        when = self._mark.began + self._seconds
+        if event["kind"] == "stage":
+            shape = {f"stage/{key}": event[key] for key in _SHAPE if key in event}
+            self._mark = replace(self._mark, shape=shape)
+            self._by_step.add_summary(text("stage/opens", event.get("opens", "")), event["step"], when)
+        if event["kind"] == "sample":
+            self._by_step.add_summary(text("valid/sample", _quoted(event)), event["step"], when)
+        if points := scalars_of(event) | (self._mark.shape if event["kind"] == "train" else {}):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()])
+            self._by_step.add_summary(summary, event["step"], when)
+            self._by_tokens.add_summary(summary, event["tokens"], when)
+
+    def close(self, *, finished: bool) -> None:
+        """A run that will go on has not ended its session."""
+        if finished:
+            self._by_step.add_summary(self._end)
+        self._by_step.close()
+        self._by_tokens.close()
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """How far the event files are complete, and what a resumed run needs to continue them."""
+
+    step: int
+    began: float  # the time of day at which a run without pauses would have begun
+    shape: dict[str, float]  # of the stage
+    digest: str  # of the texts
+
+
+def _read_mark(folder: Path, *, digest: str) -> _Mark | None:
+    try:
+        mark = _Mark(**json.loads((folder / _MARK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    sound = type(mark.step) is int and type(mark.began) is float and type(mark.shape) is dict
+    there = all(any(place.glob(_FILES)) for place in (folder, folder / "by_tokens"))
+    return mark if sound and there and mark.digest == digest else None
+
+
+def _digest(texts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _emptied(folder: Path) -> Path:
+    for old in folder.glob(_FILES):
+        old.unlink()
+    return folder
+
+
+def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
+    """A new file of events. Whoever reads it, an open TensorBoard too, forgets what it has seen from there on."""
+    newest = max((int(path.name.split(".")[3]) for path in folder.glob(_FILES)), default=0)
+    while int(time.time()) == newest:  # files are read in the order of their names, which begin with the second
+        time.sleep(0.05)
+    writer = FileWriter(str(folder), flush_secs=30)
+    writer.add_event(FileEvent(session_log=SessionLog(status=SessionLog.START)), purge_from)
+    return writer
+
+
+def scalars_of(event: Event) -> dict[str, float]:
+    """The points of an event, by tag. Runs of older versions recorded fewer."""
+    found = {tag: float(event[key]) for key, tag in _TAGS.get(event["kind"], {}).items() if key in event}
+    for band, loss in enumerate(event.get("by_position", ()), start=1):
+        found[f"valid_by_position/{band:02d}"] = loss
+    return found
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`model.layers`, `stages.0.steps`: one value each, what is not set left out."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
+            found |= flat({str(index): item for index, item in enumerate(value)}, f"{prefix}{key}.")
+        elif value is not None:
+            found[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
+
+
+def code_block(content: str, language: str) -> str:
+    return f"```{language}\n{content.rstrip()}\n```"
+
+
+def _quoted(event: Event) -> str:
+    """As code: what a model writes may look like Markdown."""
+    return f"{code_block(event['prompt'], '')}\n\ngoes on:\n\n{code_block(event['text'], '')}"

@@ -1,0 +1,55 @@
+"""Table 10, the largest batches that fit a GPU, by the planner's formulas: the paper's model, whatever is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_style.config.run import load_run
+from megatron_style.paper.runs import ROOT, Model
+from megatron_style.planning.hardware import gpu_named
+from megatron_style.planning.memory import plan_memory
+from megatron_style.planning.run_plan import USABLE
+from megatron_style.planning.setup import Kernels, Setup
+from megatron_style.planning.sharding import Sharding
+from megatron_style.planning.vocabulary import bands_of, zipf_shares
+from megatron_style.schedule.stages import Stage
+
+WIKITEXT_VOCAB = 267_744
+# The paper trained in fp16 with kernels of 2020: attention holds its matrix (the softmax in fp32, as torch's plain
+# kernel still has it), logits and their logarithms are halves, and so is the gradient of each.
+KERNELS_OF_2020 = Kernels(fused_attention=False, bytes_kept_per_score=4, bytes_needed_per_score=2)
+REFERENCE = Sharding(zero_stage=1, precision="fp16", bucket=0)  # on one GPU: nothing is split, but there are masters
+_MOST_ROWS = 1 << 12
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage of training that is planned, not run."""
+
+    model: Model
+    length: int
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """Rows of a stage that fit a V100 of 32 GB."""
+
+    def read(self, stage: PlannedStage) -> int:
+        return largest_batch(stage)
+
+
+def largest_batch(stage: PlannedStage) -> int:
+    model = load_run(ROOT / "run_configs" / f"wikitext103_{stage.model}.yaml").model
+    shares = zipf_shares(bands_of(model, WIKITEXT_VOCAB))
+    setup = Setup(model, WIKITEXT_VOCAB, shares, REFERENCE, kernels=KERNELS_OF_2020)
+    room = USABLE * gpu_named("v100-32gb").memory - 4 * setup.parameters  # fairseq keeps full gradients too
+
+    def fits(rows: int) -> bool:
+        shape = Stage(0, stage.length, stage.length if model.cache else 0, rows, micro_rows=rows)
+        return plan_memory(setup, shape).total <= room
+
+    low, high = 0, _MOST_ROWS  # memory grows with rows: search by halves
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

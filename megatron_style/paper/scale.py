@@ -1,0 +1,99 @@
+"""How much smaller than the paper's an experiment is: lengths, training, text and model.
+
+Everything else speaks of the paper's own numbers (L = 3072, 50 epochs) and is scaled here, so that a row of a table is
+the same thing at every scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron_style.base.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    layers: int
+    hidden_size: int
+    heads: int
+    ffn_size: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    name: str
+    shrink: int  # a segment of the paper is so many times longer
+    lengths: tuple[int, ...]  # of the paper's segment lengths, those that are run
+    first_epochs: tuple[int, ...]  # of the paper's lengths of a first stage, in its epochs, those that are run
+    steps: int
+    steps_of_50_epochs: int
+    tokens_per_batch: int
+    evaluate_every: int
+    save_every: int
+    held_out_tokens: int | None  # scored of each split, None: all
+    watched_tokens: int | None  # scored at each validation during training
+    short_tokens: int  # scored one token at a time, where only speed and equality are of interest
+    windows: int | None  # a sliding window counts 1/windows of its tokens, None: only its last token, as in the paper
+    seeds: int
+    processes: int = 1
+    model: ModelSize | None = None  # None: the paper's model and optimizer, as the run files have them
+    peak_rate: float = 0.003
+
+    @property
+    def is_paper(self) -> bool:
+        return self.model is None
+
+    def length(self, paper_length: int) -> int:
+        return paper_length // self.shrink
+
+    def stride(self, paper_length: int, paper_stride: int) -> int:
+        """A stride of 1 cannot shrink, and costs a window a token: it becomes a share of the window instead."""
+        if paper_stride > 1:
+            return max(1, paper_stride // self.shrink)
+        return 1 if self.windows is None else max(1, self.length(paper_length) // self.windows)
+
+    def first_steps(self, paper_epochs: int) -> int:
+        return paper_epochs * self.steps_of_50_epochs // 50
+
+    @property
+    def keep_every(self) -> int:
+        """Checkpoints at which a first stage may end are kept: other runs begin there."""
+        return self.first_steps(self.first_epochs[0])
+
+
+_LENGTHS = (32, 64, 128, 256, 512, 768, 1024, 1536, 3072)
+_EPOCHS = (25, 50, 75, 100, 125, 150, 175, 200)
+
+_MINIATURE = Scale(
+    "miniature", shrink=32, lengths=(128, 512, 3072), first_epochs=(50, 100), steps=20, steps_of_50_epochs=5,
+    tokens_per_batch=192, evaluate_every=5, save_every=5, held_out_tokens=600, watched_tokens=300, short_tokens=96,
+    windows=4, seeds=1, model=ModelSize(layers=2, hidden_size=32, heads=2, ffn_size=64), peak_rate=0.01,
+)  # fmt: skip
+# About 0.9M tokens a run: what two cores train in 15 minutes a table, with two seeds.
+_TINY = Scale(
+    "tiny", shrink=8, lengths=(64, 128, 512, 3072), first_epochs=(50, 100, 150), steps=1200,
+    steps_of_50_epochs=300, tokens_per_batch=768, evaluate_every=100, save_every=300, held_out_tokens=24_576,
+    watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
+    model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),
+)  # fmt: skip
+# About 7M tokens a run, the whole grid of lengths: a night a table on two cores.
+_SMALL = Scale(
+    "small", shrink=4, lengths=_LENGTHS, first_epochs=(50, 100), steps=3200, steps_of_50_epochs=800,
+    tokens_per_batch=2304, evaluate_every=160, save_every=400, held_out_tokens=131_072, watched_tokens=16_384,
+    short_tokens=1024, windows=16, seeds=2, model=ModelSize(layers=6, hidden_size=192, heads=6, ffn_size=768),
+    peak_rate=0.002,
+)  # fmt: skip
+_PAPER = Scale(
+    "paper", shrink=1, lengths=_LENGTHS, first_epochs=_EPOCHS, steps=286_000, steps_of_50_epochs=70_050,
+    tokens_per_batch=9216, evaluate_every=1401, save_every=7005, held_out_tokens=None, watched_tokens=None,
+    short_tokens=4096, windows=None, seeds=1, processes=8,
+)  # fmt: skip
+SCALES: Mapping[str, Scale] = MappingProxyType({scale.name: scale for scale in (_MINIATURE, _TINY, _SMALL, _PAPER)})
+
+
+def scale_named(name: str) -> Scale:
+    if name not in SCALES:
+        raise UserError(f"--scale {name}: no such scale; there are {', '.join(SCALES)}")
+    return SCALES[name]

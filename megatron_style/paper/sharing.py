@@ -1,0 +1,78 @@
+"""Runs that begin alike are trained once. A staged run whose first stage another run has gone through, with the same
+learning rates, optimizer, text and seed, begins with that run's checkpoint and its record up to there. Resuming is bit
+for bit, so nothing differs from training it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_style.base.events import read_events
+from megatron_style.base.files import whole_folder
+from megatron_style.config.run import RunConfig
+
+TAKEN = "taken_over.json"
+_CARRIED = ("train", "stage")  # validations are by the protocol of the run's own last stage
+
+
+def begins_like(taker: RunConfig, donor: RunConfig) -> bool:
+    """The donor has been, or will be, exactly where the taker's first stage ends."""
+    if len(taker.stages) < 2 or taker.output.path == donor.output.path:
+        return False
+    mine, theirs = taker.stages[0], donor.stages[0]
+    if mine.steps is None or theirs.steps is None or mine.steps > theirs.steps:
+        return False
+    is_kept = taker.output.keep_every is not None and mine.steps % taker.output.keep_every == 0
+    same_stage = mine == theirs.model_copy(update={"steps": mine.steps})
+    return is_kept and same_stage and _total_steps(taker) == _total_steps(donor) and _rest(taker) == _rest(donor)
+
+
+def checkpoint_for(taker: RunConfig, donor: RunConfig) -> Path | None:
+    """The donor's checkpoint at the end of the taker's first stage, if it is there."""
+    folder = donor.output.path / "checkpoints" / f"global_step{taker.stages[0].steps}"
+    return folder if begins_like(taker, donor) and (folder / "manifest.json").is_file() else None
+
+
+def take_over(taker: RunConfig, donors: Iterable[RunConfig]) -> Path | None:
+    """Begin where a donor's first stage ended, if there is one. A run that has begun itself goes its own way."""
+    begun = taker.output.path / "checkpoints"
+    found = next((folder for donor in donors if (folder := checkpoint_for(taker, donor))), None)
+    if found is None or begun.exists():
+        return None
+    donor, steps = found.parents[1], taker.stages[0].steps
+    assert steps is not None
+    lines = (json.dumps(event) for event in read_events(donor / "metrics.jsonl") if _is_carried(event, steps))
+    taker.output.path.mkdir(parents=True, exist_ok=True)
+    (taker.output.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (taker.output.path / TAKEN).write_text(json.dumps({"run": donor.name, "step": steps}) + "\n", encoding="utf-8")
+    with whole_folder(begun) as folder:  # last: from here on it has begun
+        shutil.copytree(found, folder / found.name, copy_function=_link)
+        (folder / "latest").write_text(found.name, encoding="utf-8")
+    return found
+
+
+def _is_carried(event: Mapping[str, Any], steps: int) -> bool:
+    return event["kind"] in _CARRIED and event["step"] <= steps
+
+
+def _link(source: str, target: str) -> None:
+    """Checkpoints are never changed, so one copy on the disk is enough."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copy2(source, target)
+
+
+def _total_steps(run: RunConfig) -> int | None:
+    """The learning rate is a function of it."""
+    steps = [stage.steps for stage in run.stages]
+    return None if None in steps else sum(step for step in steps if step is not None)
+
+
+def _rest(run: RunConfig) -> RunConfig:
+    """What must be equal beside the stages: all but where results go."""
+    return run.model_copy(update={"stages": (), "output": None})

@@ -1,0 +1,190 @@
+"""The paper's twelve tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_style.paper.grid import Measured, Row, Table
+from megatron_style.paper.measures import Measure, Split, ToMatch, TotalTime, TrainSpeed
+from megatron_style.paper.memory import LargestBatch, PlannedStage
+from megatron_style.paper.paper import EPOCHS, by_first_stage, paper_table
+from megatron_style.paper.runs import RunSpec, Text
+from megatron_style.paper.subjects import (
+    BASELINE,
+    CACHE_NO_PIA,
+    CACHED,
+    CACHED_SHORT,
+    NONOVERLAPPING,
+    ONE_BY_ONE,
+    PIA_CACHE,
+    PIA_NO_CACHE,
+    PIA_NO_CACHE_UNSHUFFLED,
+    SHORTFORMER,
+    SLIDING,
+    SLIDING_512,
+    STAGED,
+    WALKED,
+    loss,
+    perplexity,
+    speed,
+)
+
+
+def table(number: int) -> Table:
+    return _TABLES[number - 1]()
+
+
+def all_tables() -> tuple[Table, ...]:
+    return tuple(make() for make in _TABLES)
+
+
+def _table_1() -> Table:
+    measures = (TrainSpeed(), perplexity(NONOVERLAPPING), speed(NONOVERLAPPING), perplexity(SLIDING), speed(ONE_BY_ONE))
+    rows = tuple(
+        Row(f"L={length}", RunSpec("baseline", length), tuple(figures), measures)
+        for length, *figures in paper_table(1)["rows"]
+    )
+    columns = ("train tokens/s", "nonoverlapping ppl", "tokens/s", "sliding ppl", "one by one tokens/s")
+    return Table(1, "The baseline at every segment length", columns, rows)
+
+
+def _table_2() -> Table:
+    held_out = perplexity(NONOVERLAPPING)
+    baseline = Row("baseline, L=3072", BASELINE, (paper_table(1)["rows"][-1][2],), (held_out,))
+    found = _by_first_stage(2, "Perplexity of staged training, by the first stage", "ppl", held_out)
+    return replace(found, rows=(*found.rows, baseline))
+
+
+def _table_3() -> Table:
+    """The losses are of one text, walked in segments and token by token: the paper gives no figures for them."""
+    steady = (TrainSpeed(), perplexity(CACHED), speed(CACHED), speed(WALKED), loss(CACHED_SHORT), loss(WALKED))
+    rows = [
+        Row(f"PIA + cache, L={length}", RunSpec("pia_cache", length), (*figures, None, None), steady)
+        for length, *figures in paper_table(3)["rows"]
+    ]
+    ablations = paper_table(3)["ablations_dev_ppl"]
+    for label, spec, key, evaluation in (
+        ("PIA, no cache", PIA_NO_CACHE, "pia_without_cache_shuffled", NONOVERLAPPING),
+        ("PIA, no cache, unshuffled", PIA_NO_CACHE_UNSHUFFLED, "pia_without_cache_unshuffled", NONOVERLAPPING),
+        ("cache, no PIA", CACHE_NO_PIA, "cache_without_pia", CACHED),
+    ):
+        measures = (None, perplexity(evaluation), None, None, None, None)
+        rows.append(Row(f"{label}, L=512", spec, (None, ablations[key], None, None, None, None), measures))
+    columns = ("train tokens/s", "ppl", "tokens/s", "one by one tokens/s", "loss cached", "loss one by one")
+    return Table(3, "Position-infused attention and cache", columns, tuple(rows))
+
+
+def _table_4() -> Table:
+    rows = tuple(
+        Row(
+            f"first L={first}" if first else "L=512 all through",
+            RunSpec("pia_cache", 512, first, 100) if first else PIA_CACHE,
+            tuple(figures),
+            (TrainSpeed(), perplexity(CACHED)),
+        )
+        for first, *figures in paper_table(4)["rows"]
+    )
+    return Table(4, "The Shortformer, by its first stage", ("train tokens/s", "ppl"), rows)
+
+
+def _table_5() -> Table:
+    rows = tuple(
+        _model_row(row[0], row[3], (row[2], row[4], row[5]), 3072, "wikitext103", ("test",))
+        for row in paper_table(5)["rows"]
+    )
+    return Table(5, "Test perplexity", ("train tokens/s", "tokens/s", "test ppl"), rows)
+
+
+def _table_6() -> Table:
+    return _by_first_stage(6, "Time to be as good as the baseline", "share of its time", ToMatch("seconds"))
+
+
+def _table_7() -> Table:
+    """The paper counts epochs; a share of all tokens can be compared at any scale."""
+    title = "Tokens read until as good as the baseline"
+    return _by_first_stage(7, title, "share of its tokens", ToMatch("tokens"), unit=EPOCHS)
+
+
+def _table_8() -> Table:
+    return _by_first_stage(8, "Time of the whole training", "share of the baseline's", TotalTime())
+
+
+def _table_9() -> Table:
+    measures = tuple(map(perplexity, (NONOVERLAPPING, SLIDING_512, SLIDING)))
+    rows = tuple(
+        Row(
+            f"last L={length}",
+            RunSpec("baseline", length, 128, 50),
+            tuple(figures),
+            tuple(None if figure is None else measure for figure, measure in zip(figures, measures, strict=True)),
+        )
+        for length, *figures in paper_table(9)["rows"]
+    )
+    return Table(9, "Staged training with shorter last stages", ("ppl", "sliding S=512 ppl", "sliding S=1 ppl"), rows)
+
+
+def _table_10() -> Table:
+    stages = {
+        ("baseline", 1): PlannedStage("baseline", 3072),
+        ("staged", 1): PlannedStage("baseline", 128),
+        ("staged", 2): PlannedStage("baseline", 3072),
+        ("pia+cache", 1): PlannedStage("pia_cache", 512),
+        ("shortformer", 1): PlannedStage("pia_cache", 128),
+        ("shortformer", 2): PlannedStage("pia_cache", 512),
+    }
+    rows = tuple(
+        Row(f"{name}, stage {stage}", stages[name, stage], (largest,), (LargestBatch(),))
+        for name, stage, largest, _ in paper_table(10)["rows"]
+    )
+    return Table(10, "Rows that fit a V100 of 32 GB, planned", ("rows",), rows)
+
+
+def _table_11() -> Table:
+    return _books(11, "Toronto Books", 1024)
+
+
+def _table_12() -> Table:
+    return _books(12, "Toronto Books with L=3072", 3072)
+
+
+def _books(number: int, title: str, length: int) -> Table:
+    rows = tuple(
+        _model_row(row[0], row[2], (row[1], row[3], row[4], row[5]), length, "tbc", ("valid", "test"))
+        for row in paper_table(number)["rows"]
+    )
+    return Table(number, title, ("train tokens/s", "tokens/s", "dev ppl", "test ppl"), rows)
+
+
+def _by_first_stage(number: int, title: str, column: str, measure: Measure, unit: int = 1) -> Table:
+    rows = tuple(
+        Row(
+            f"{epochs} epochs of L={length}",
+            RunSpec("baseline", 3072, length, epochs),
+            (None if figure is None else figure / unit,),
+            (measure,),
+        )
+        for (epochs, length), figure in by_first_stage(number).items()
+    )
+    return Table(number, title, (column,), rows, baseline=BASELINE)
+
+
+def _model_row(name: str, mode: str, paper: tuple[Any, ...], length: int, text: Text, splits: tuple[Split, ...]) -> Row:
+    """A row of the tables that compare models: speed of training, of inference, perplexity on each split."""
+    specs = {"baseline": BASELINE, "staged": STAGED, "pia+cache": PIA_CACHE, "shortformer": SHORTFORMER}
+    spec = specs.get(name)
+    if spec is None:
+        return Row(f"{name}, {mode}", None, paper, (None,) * len(paper))
+    if spec.model == "baseline":
+        spec = replace(spec, length=length)
+    plain = SLIDING_512 if mode == "sliding S=512" else CACHED if spec.model == "pia_cache" else NONOVERLAPPING
+    evaluations = [replace(plain, split=split) for split in splits]
+    measures: tuple[Measured, ...] = (TrainSpeed(), speed(evaluations[0]), *map(perplexity, evaluations))
+    return Row(f"{name}, {mode}", replace(spec, text=text), paper, measures)
+
+
+_TABLES: tuple[Callable[[], Table], ...] = (
+    _table_1, _table_2, _table_3, _table_4, _table_5, _table_6, _table_7, _table_8, _table_9, _table_10, _table_11,
+    _table_12,
+)  # fmt: skip

@@ -1,0 +1,172 @@
+"""Rehearse a step of every stage as one rank of a grid of any size, on fake tensors: without GPUs and other ranks.
+
+The engine, the model and the shapes are real, so what does not fit together or into memory is found before a cluster is
+booked. What is not real is listed in `stand_ins.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from megatron_style.base.command import log
+from megatron_style.base.errors import UserError
+from megatron_style.config.ds_file import read_ds_file
+from megatron_style.config.run import RunConfig
+from megatron_style.data.store import open_store
+from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.session import distributed_session
+from megatron_style.model.cache import SegmentCache
+from megatron_style.parallel.randomness import Noise, derive_key
+from megatron_style.parallel.topology import check_world
+from megatron_style.planning.corpus import TextFacts, text_facts
+from megatron_style.planning.memory import largest_micro_rows, plan_memory
+from megatron_style.planning.run_plan import setup_of
+from megatron_style.planning.setup import Setup
+from megatron_style.planning.sharding import sharding_of
+from megatron_style.planning.vocabulary import zipf_ids
+from megatron_style.rehearsal.live_bytes import LiveBytes
+from megatron_style.rehearsal.stand_ins import HostTensor, fake_rank
+from megatron_style.schedule.stages import Stage, StageSchedule, resolve_stage
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True)
+class StageRehearsal:
+    """Bytes on the rehearsed rank."""
+
+    stage: Stage
+    passes: int  # the peak of all forward and backward passes of a step
+    update: int  # the peak of the optimizer's update
+    peak: int  # the larger of the two
+    planned: float  # the planner's peak of a step
+    remedy: str | None  # None: it fits
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    rank: int
+    ranks: int
+    usable: float  # bytes of a GPU's memory that a run can have
+    stages: tuple[StageRehearsal, ...]  # those that ran
+    failure: str | None  # why the next one did not; the ones after it were not tried
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """All that `build_engine` reads of a schedule; the rest would need a corpus."""
+
+    stages: tuple[Stage, ...]
+
+
+def rehearse(run: RunConfig, *, ranks: int, rank: int, usable: float) -> Rehearsal:
+    """Walk one rank through a step of each stage."""
+    _check_grid(run, ranks, rank)
+    text = text_facts(run)
+    setup = _planned_setup(run, text, ranks)
+    stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
+    ids = torch.from_numpy(_typical_ids(run, text)).as_subclass(HostTensor)
+    done: list[StageRehearsal] = []
+    doing, failure = "engine", None
+    log(f"rehearsing rank {rank} of {ranks}: building its engine")
+    with fake_rank(rank, of=ranks) as live, distributed_session(tensor=run.parallel.tensor) as topology:
+        try:
+            engine = build_engine(run, cast("StageSchedule", _Stages(stages)), text.vocab_size, topology)
+            doing = str(stages[0])
+            _settle(engine, live, stages[0], ids)
+            for stage in stages:
+                doing = str(stage)
+                log(f"rehearsing {doing}")
+                passes, update = _step(engine, live, stage, ids)
+                peak, planned = max(passes, update), plan_memory(setup, stage).total
+                remedy = _remedy(setup, stage, usable * planned / peak) if peak > usable else None
+                done.append(StageRehearsal(stage, passes, update, peak, planned, remedy))
+        except (RuntimeError, AssertionError, IndexError) as error:
+            failure = f"{doing}: {_first_line(error)}"
+    return Rehearsal(rank, ranks, usable, tuple(done), failure)
+
+
+def _check_grid(run: RunConfig, ranks: int, rank: int) -> None:
+    if ranks < 1:
+        raise UserError(f"--rehearse {ranks}: must be a number of processes from 1 on")
+    check_world(ranks, run.parallel.tensor)
+    if not 0 <= rank < ranks:
+        raise UserError(f"--rank {rank}: not in a grid of {ranks} processes; it must be 0 to {ranks - 1}")
+
+
+def _planned_setup(run: RunConfig, text: TextFacts, ranks: int) -> Setup:
+    sharding = sharding_of(run, read_ds_file(run.deepspeed))
+    if sharding.offloads_optimizer or sharding.offloads_weights:
+        raise UserError(
+            f"{run.deepspeed}: offloads to host memory, which fake tensors cannot tell from a GPU's; rehearse with a "
+            f"ds_config that does not (--set deepspeed=...), or see what `plan` says"
+        )
+    return setup_of(run, text, sharding, gpus=ranks)
+
+
+def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return a batch of ids that are as frequent as in the text or, without it, as Zipf's law says. They decide how
+    many vectors a tensor-parallel rank looks up, and how many tokens each band scores."""
+    count = run.data.tokens_per_batch
+    if text.tokens is not None:
+        tokens = open_store(run.data.train).tokens
+        return tokens[np.linspace(0, len(tokens) - 1, count).astype(np.int64)].astype(np.int64)
+    return zipf_ids(text.vocab_size, count)
+
+
+def _settle(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> None:
+    """Do a step with one row, after which all is as in the middle of a run: the optimizer has its states, and ZeRO 3
+    knows in which order it gathers weights."""
+    _step(engine, live, Stage(stage.index, stage.segment_length, stage.cache_length, rows=1, micro_rows=1), ids)
+
+
+def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> tuple[int, int]:
+    """Return the peak of all forward and backward passes, and that of the update. As in `train`, the caches of the last
+    step are held until the update, and those of the next one to the end."""
+    shape = (stage.micro_rows, stage.segment_length)
+    batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
+    caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]
+    next_caches = []
+    live.mark()
+    told = time.monotonic()
+    for micro, cache in enumerate(caches):
+        if time.monotonic() - told > _SECONDS_BETWEEN_LINES:
+            log(f"rehearsing stage {stage.index + 1}: micro-batch {micro + 1} of {stage.accumulation}")
+            told = time.monotonic()
+        nll, next_cache = engine.forward(batch, batch, cache, Noise(derive_key("rehearsal", micro)))
+        assert nll.shape == shape, f"{tuple(nll.shape)} losses for {shape} targets"
+        engine.accumulate(nll.mean(), is_last=micro == stage.accumulation - 1)
+        next_caches.append(next_cache)
+    passes = live.peak
+    caches.clear()
+    live.mark()
+    engine.update(None)
+    return passes, live.peak
+
+
+def _full_cache(engine: TrainingEngine, stage: Stage) -> SegmentCache:
+    model = engine.model.config
+    shape = (stage.micro_rows, stage.cache_length, model.hidden_size)
+    layers = tuple(torch.empty(shape, dtype=engine.dtype) for _ in range(model.layers))
+    return SegmentCache(layers, stage.cache_length)
+
+
+def _remedy(setup: Setup, stage: Stage, plannable: float) -> str:
+    """Say what would fit by the plan, which is taken to be wrong by the same factor for other shapes."""
+    fitting = largest_micro_rows(setup, stage, plannable)
+    if fitting is not None:
+        return f"set stages.{stage.index}.micro_rows to {fitting}"
+    if not setup.recompute:
+        return "set parallel.recompute to true"
+    return "use more tensor-parallel ranks, a higher ZeRO stage or a smaller data.tokens_per_batch"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()[:200] if lines else 'no message'}"

@@ -1,0 +1,68 @@
+"""The hosts of a supervised run: which of them answer, and ending what an earlier launch left running there."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from megatron_style.hosts.hosts import Host, Unanswered
+from megatron_style.supervision.record import RankRecord
+
+Ssh = Callable[[str, str], bool]
+Hosts = dict[str, int]  # in the order of the hostfile: how many ranks each has room for
+_SSH_SECONDS = 30  # a host whose disk hangs accepts the connection and never answers
+_GONE_SECONDS = 10.0
+
+
+def ssh(host: str, command: str) -> bool:
+    """Whether the command was done there."""
+    try:
+        Host(host).run(command, _SSH_SECONDS)
+    except Unanswered:
+        return False
+    return True
+
+
+def answering(hosts: Mapping[str, int], ssh: Ssh) -> Hosts:
+    with ThreadPoolExecutor(32) as threads:
+        answers = list(threads.map(lambda host: ssh(host, "true"), hosts))
+    return {host: hosts[host] for host, answers_us in zip(hosts, answers, strict=True) if answers_us}
+
+
+def divisible(hosts: Mapping[str, int], tensor: int) -> Hosts:
+    """The last slots are left free, so that the tensor-parallel degree divides the number of ranks."""
+    spare = sum(hosts.values()) % tensor
+    kept: Hosts = {}
+    for host, slots in reversed(list(hosts.items())):
+        free = min(spare, slots)
+        spare -= free
+        if slots > free:
+            kept[host] = slots - free
+    return dict(reversed(list(kept.items())))
+
+
+def signal_ranks(
+    records: Iterable[RankRecord], hosts: Iterable[str], ssh: Ssh, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """To those ranks that still live, here and on other hosts; never to a process that was given an old pid."""
+    records = list(records)
+    for record in records:
+        record.send(number)
+    elsewhere = [record for record in records if not record.is_local]
+    if elsewhere:
+        command = "\n".join(_signal_command(record, number) for record in elsewhere) + "\ntrue"
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(lambda host: ssh(host, command), hosts))
+    until = time.monotonic() + _GONE_SECONDS
+    while number == signal.SIGKILL and time.monotonic() < until and any(r.is_local and not r.is_gone for r in records):
+        time.sleep(0.1)
+
+
+def _signal_command(record: RankRecord, number: signal.Signals) -> str:
+    """For any shell. A hostfile may name hosts by their addresses, so each host asks itself who it is."""
+    started = f"\"$(sed 's/.*) //' /proc/{record.pid:d}/stat 2>/dev/null | cut -d ' ' -f 20)\""
+    here = f'[ "$(hostname)" = {shlex.quote(record.host)} ]'
+    return f'{here} && [ {started} = "{record.started:d}" ] && kill -{number:d} {record.pid:d}'

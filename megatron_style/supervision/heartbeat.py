@@ -1,0 +1,203 @@
+"""Each rank tells every two seconds that it lives, and ends itself when another rank does not.
+
+Nothing else notices a rank that hangs or a host that is gone: collectives wait for minutes or for ever. Rank 0 watches
+all ranks, the others watch rank 0 and those of their own host, so the disk is read a few times a second and not
+ranks x ranks times. Only changes are looked at, by this host's own clock: what time it is elsewhere does not matter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_style.base.command import EXIT_FAILED, log
+from megatron_style.supervision.process import this_process
+from megatron_style.supervision.record import (
+    Follows,
+    Phase,
+    RankRecord,
+    Seen,
+    now,
+    read_records,
+    record_path,
+    write_record,
+)
+
+BEAT_SECONDS = 2.0
+SILENT_SECONDS = 15.0  # so long without a beat, and a rank is given up
+ASLEEP_SECONDS = 6.0  # so long between two looks, and it was this process that slept
+APPEAR_SECONDS = 60.0  # network disks may show a new file late
+CAUSE_SECONDS = 20.0  # after a lost connection, to find out who was first
+
+
+@dataclass(frozen=True)
+class Loss:
+    record: RankRecord
+    how: str
+
+    def __str__(self) -> str:
+        at = self.record
+        return f"rank {at.rank} on {at.host} (pid {at.pid}) {self.how}"
+
+
+class Watch:
+    """Decides which of the other ranks are lost. It does nothing else, so tests can give it any clock."""
+
+    def __init__(self, launch: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._launch, self._clock = launch, clock
+        self._last_look = clock()
+        self._changed: dict[int, float] = {}
+        self._seen: dict[int, Seen] = {}
+
+    def look(self, found: Mapping[int, Seen]) -> list[Loss]:
+        at = self._clock()
+        if at - self._last_look > ASLEEP_SECONDS:  # the others may have slept with us, and wake with us
+            self._changed = dict.fromkeys(self._changed, at)
+        self._last_look = at
+        current = {rank: seen for rank, seen in found.items() if seen.record.launch == self._launch}
+        for rank, seen in current.items():
+            if rank not in self._seen or self._seen[rank].mark != seen.mark:
+                self._seen[rank], self._changed[rank] = seen, at
+        losses = []
+        for rank, seen in self._seen.items():
+            how = self._what_became_of(seen.record, silent=at - self._changed[rank], removed=rank not in current)
+            if how:
+                losses.append(Loss(seen.record, how))
+        return losses
+
+    @property
+    def known(self) -> set[int]:
+        return set(self._seen)
+
+    def _what_became_of(self, record: RankRecord, *, silent: float, removed: bool) -> str | None:
+        where = f"step {record.step}, {record.during or record.phase}"
+        if record.phase == "ended" or record.follows == "waiting":
+            return None
+        if record.phase == "failed":
+            return f"failed at {where}: {record.error}"
+        if removed:
+            return f"took its record away at {where}: its input is wrong, or someone removed the folder"
+        if record.is_gone:
+            return f"was killed; last heard of at {where}"
+        if silent > SILENT_SECONDS:
+            return f"gives no sign of life since {silent:.0f} s, so it or its host is gone; last heard of at {where}"
+        return None
+
+
+class Heartbeat:
+    def __init__(self, folder: Path, *, rank: int, launch: str, watches: Iterable[int]) -> None:
+        self._folder, self._rank, self._launch = folder, rank, launch
+        self._others = sorted(set(watches) - {rank})
+        self._watch = Watch(launch)
+        self._process = this_process()
+        self._phase: Phase = "preflight"
+        self._follows: Follows = ""
+        self.step, self._during, self._error = 0, "", ""
+        self._beats, self._began, self._told = 0, time.monotonic(), False
+        self._done, self._writing = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.every_beat: Callable[[], str | None] = lambda: None  # may give a reason to end
+        self.before_leaving: Callable[[str], None] = lambda _reason: None
+
+    def at(self, step: int, phase: Phase) -> None:
+        """Where the loop is. Costs nothing: the thread writes it with its next beat."""
+        self.step, self._phase = step, phase
+
+    def beat(self) -> None:
+        with self._writing:
+            self._beats += 1
+            write_record(
+                self._folder,
+                RankRecord(
+                    **vars(self._process), rank=self._rank, launch=self._launch, step=self.step, phase=self._phase,
+                    time=now(), beats=self._beats, during=self._during, error=self._error, follows=self._follows,
+                ),
+            )  # fmt: skip
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def ended(self) -> None:
+        self.stop()
+        self._phase = "ended"
+        self.beat()
+
+    def failed(self, error: str) -> None:
+        self.stop()
+        self._fail(error, follows="")
+
+    def withdrawn(self) -> None:
+        """This rank's input is wrong; it says so itself, and leaves no record."""
+        self.stop()
+        record_path(self._folder, self._rank).unlink(missing_ok=True)
+
+    def wait_for_cause(self, error: str) -> None:
+        """A connection was lost: another rank was first. The watching thread says which, and ends this process."""
+        self._fail(error, follows="waiting")
+        self._thread.join(CAUSE_SECONDS)
+
+    def _fail(self, error: str, *, follows: Follows) -> None:
+        self._during, self._phase = self._during or self._phase, "failed"
+        self._error, self._follows = error, follows
+        self.beat()
+
+    def _run(self) -> None:
+        suspected = False
+        while not self._done.wait(BEAT_SECONDS):
+            try:
+                self.beat()
+                reason = self.every_beat()
+                losses = self._watch.look(read_records(self._folder, self._others))
+            except OSError:  # a disk that is full or away for a moment is no reason to end
+                continue
+            if reason:
+                self._leave(reason, tells=True)
+            if losses and suspected:  # seen twice: a rank that fails at the same moment has told so itself by now
+                self._leave(_paragraph(losses, self._folder), tells=self._is_first_living(losses))
+            suspected = bool(losses)
+            self._tell_once_what_never_appeared()
+
+    def _leave(self, reason: str, *, tells: bool) -> NoReturn:
+        """Not by an exception: the main thread waits in a collective that nothing interrupts."""
+        try:
+            self._fail(reason, follows="left")
+            if tells:
+                log(f"error: {reason}")
+            self.before_leaving(reason)
+        finally:
+            os._exit(EXIT_FAILED)
+
+    def _is_first_living(self, losses: list[Loss]) -> bool:
+        """Of those that know the cause: it is told once."""
+        lost = {loss.record.rank for loss in losses if not loss.record.follows}
+        records = [seen.record for seen in read_records(self._folder).values() if seen.record.launch == self._launch]
+        living = {record.rank for record in records if record.phase != "ended" and not record.is_gone} - lost
+        told = {record.rank for record in records if record.follows}
+        return bool(lost) and self._rank == min(living | told | {self._rank})
+
+    def _tell_once_what_never_appeared(self) -> None:
+        if self._told or self._rank or time.monotonic() - self._began < APPEAR_SECONDS:
+            return
+        self._told = True
+        missing = sorted(set(self._others) - self._watch.known)
+        if missing:
+            log(
+                f"warning: {self._folder / 'ranks'} shows nothing of {len(missing)} ranks (first: rank {missing[0]}): "
+                f"output.path is not shared between the hosts, so each host watches its own ranks only"
+            )
+
+
+def _paragraph(losses: list[Loss], folder: Path) -> str:
+    losses = [loss for loss in losses if not loss.record.follows] or losses
+    told = "; ".join(map(str, losses[:3])) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
+    log_file = folder / "logs" / f"rank_{losses[0].record.rank:05d}.log"
+    return f"{told}. The other ranks end; checkpoints are intact; start again to go on. More in {log_file}"

@@ -1,0 +1,69 @@
+"""What a rank says on standard error is also kept in `logs/rank_00003.log`, with the traceback it ends with."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from megatron_style.base.errors import Stopped, UserError
+from megatron_style.base.terminal import Terminal, with_bar
+from megatron_style.supervision.record import now
+
+
+class _Both:
+    """Standard error as it is, and a copy. A disk that is full must not silence the console. A bar, where the console
+    has one, is not copied."""
+
+    def __init__(self, console: TextIO | Terminal, copy: TextIO) -> None:
+        self._console, self._copy = console, copy
+
+    def write(self, text: str) -> int:
+        self.keep(text)
+        return self._console.write(text)
+
+    def keep(self, text: str) -> None:
+        """Into the copy only."""
+        with suppress(OSError, ValueError):
+            self._copy.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._console, name)
+
+
+@contextmanager
+def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Path]:
+    path = log_path(folder, rank)
+    console = sys.stderr
+    with path.open("a", encoding="utf-8", buffering=1) as copy:
+        copy.write(f"== launch {launch} begins: {now()}\n")
+        sys.stderr = cast(TextIO, _Both(with_bar(console), copy))
+        _redirect_deepspeed(sys.stderr)
+        faulthandler.enable(copy)
+        try:
+            yield path
+        except (Stopped, UserError) as reason:
+            copy.write(f"{reason}\n")
+            raise
+        except BaseException:
+            copy.write(traceback.format_exc())
+            raise
+        finally:
+            faulthandler.disable()
+            sys.stderr = console
+            _redirect_deepspeed(console)
+
+
+def log_path(folder: Path, rank: int) -> Path:
+    return folder / "logs" / f"rank_{rank:05d}.log"
+
+
+def _redirect_deepspeed(stream: TextIO) -> None:
+    for handler in logging.getLogger("DeepSpeed").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(stream)

@@ -1,0 +1,131 @@
+"""What a run tells others on disk: `ranks/rank_00003.json`, one for each rank, and at its end `status.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megatron_style.supervision.process import Process
+
+Phase = Literal["preflight", "training", "evaluating", "saving", "ended", "failed"]
+Follows = Literal["", "waiting", "left"]
+State = Literal["finished", "stopped", "failed", "diverged"]
+
+
+@dataclass(frozen=True)
+class RankRecord(Process):
+    rank: int
+    launch: str  # common to all ranks of one launch
+    step: int
+    phase: Phase
+    time: str
+    beats: int = 0  # no two records of a living rank are equal
+    during: str = ""  # the phase in which it failed
+    error: str = ""
+    follows: Follows = ""  # it fails because another rank did: it waits to learn which, or has left and said so
+
+
+@dataclass(frozen=True)
+class Status:
+    """How the last launch ended. A launch that was killed leaves the status of the one before."""
+
+    launch: str
+    state: State
+    step: int
+    time: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A record and what its file looked like: it changes with every sign of life, also on a full disk."""
+
+    record: RankRecord
+    mark: tuple[int, bytes]
+
+
+_MOST_BYTES = 2**16
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"rank_{rank:05d}.json"
+
+
+def write_record(folder: Path, record: RankRecord) -> None:
+    """On a full disk the file that is there is touched: a sign of life all the same."""
+    path = record_path(folder, record.rank)
+    try:
+        _write(path, asdict(record))
+    except OSError:
+        os.utime(path)
+
+
+def read_records(folder: Path, ranks: Iterable[int] | None = None) -> dict[int, Seen]:
+    """Of these ranks or of all; those that are not there are left out."""
+    try:
+        there = sorted(os.listdir(folder / "ranks"))  # noqa: PTH208 - listing also makes network disks look again
+    except OSError:
+        return {}
+    wanted = None if ranks is None else {record_path(folder, rank).name for rank in ranks}
+    found = {}
+    for name in there:
+        if name.endswith(".json") and (wanted is None or name in wanted):
+            seen = _read_record(folder / "ranks" / name)
+            if seen:
+                found[seen.record.rank] = seen
+    return found
+
+
+def write_status(folder: Path, status: Status) -> None:
+    _write(folder / "status.json", asdict(status))
+
+
+def read_status(folder: Path) -> Status | None:
+    try:
+        with (folder / "status.json").open("rb") as file:
+            status = Status(**json.loads(file.read(_MOST_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return status if status.state in get_args(State) and type(status.step) is int else None
+
+
+def _read_record(path: Path) -> Seen | None:
+    try:
+        with path.open("rb") as file:
+            content, changed = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_mtime_ns
+        record = RankRecord(**json.loads(content))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return Seen(record, (changed, content)) if _is_sound(record) else None
+
+
+def _is_sound(record: RankRecord) -> bool:
+    """True if every field is of its kind. A run's folder may come from a stranger, and what a record says goes into
+    commands on other hosts."""
+    numbers = (record.pid, record.started, record.rank, record.step, record.beats)
+    texts = (record.host, record.place, record.launch, record.time, record.during, record.error)
+    return (
+        all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        and all(type(text) is str for text in texts)
+        and record.pid > 0
+        and _HOST.fullmatch(record.host) is not None
+        and record.phase in get_args(Phase)
+        and record.follows in get_args(Follows)
+    )
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(data) + "\n", encoding="utf-8")
+    new.replace(path)

@@ -1,0 +1,120 @@
+"""Around a whole run: the lock of its folder, the log and heartbeat of each rank, and the record of how it ended."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_style.base.command import log
+from megatron_style.base.errors import Diverged, Stopped, UserError
+from megatron_style.supervision.heartbeat import Heartbeat
+from megatron_style.supervision.lock import FolderLock, remove_if_empty
+from megatron_style.supervision.process import this_process
+from megatron_style.supervision.rank_log import log_path, rank_log
+from megatron_style.supervision.record import State, Status, now, write_status
+
+_SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "ProcessGroup")
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[Heartbeat]:
+    """When one rank stops, the others end within 30 seconds, and one of them says who it was."""
+    launch = _begin(folder)
+    try:
+        with rank_log(folder, dist.get_rank(), launch.name):
+            heartbeat = Heartbeat(folder, rank=dist.get_rank(), launch=launch.name, watches=_ranks_to_watch())
+            if launch.lock:
+                heartbeat.every_beat = launch.lock.refresh
+                heartbeat.before_leaving = lambda reason: launch.ends("failed", heartbeat.step, reason)
+            heartbeat.beat()
+            dist.barrier()  # every rank has its record: whoever is missing from now on is lost
+            heartbeat.start()
+            try:
+                yield heartbeat
+                dist.barrier()  # nobody stops watching while another rank still works
+            except BaseException as error:
+                _record_failure(launch, heartbeat, error)
+                raise
+            heartbeat.ended()
+            launch.ends("finished", heartbeat.step)
+    finally:
+        launch.leave()
+
+
+@dataclass(frozen=True)
+class _Launch:
+    folder: Path
+    name: str
+    lock: FolderLock | None  # rank 0 holds it
+
+    def ends(self, state: State, step: int, error: str = "") -> None:
+        """Rank 0's word on how it ended, which a supervisor trusts: a launcher's exit code may be 0 after a kill."""
+        if self.lock is None:
+            return
+        try:
+            write_status(self.folder, Status(self.name, state, step, now(), error))
+        except OSError as problem:
+            log(f"warning: status.json could not be written: {problem}")
+        self.lock.release()
+
+    def leave(self) -> None:
+        """A first run that was refused leaves nothing: the last rank to go finds the folders empty."""
+        if self.lock:
+            self.lock.release()
+        for folder in (self.folder / "ranks", self.folder / "logs", self.folder):
+            remove_if_empty(folder)
+
+
+def _begin(folder: Path) -> _Launch:
+    """Rank 0 takes the lock before anything is written, and all ranks learn together whether they may go on."""
+    lock = FolderLock(folder / "lock.json") if dist.get_rank() == 0 else None
+    begin: list[Any] = [lock.take(), uuid.uuid4().hex] if lock else [None, None]
+    dist.broadcast_object_list(begin, src=0)
+    refusal, name = begin
+    if refusal:
+        raise UserError(refusal)
+    for part in ("ranks", "logs"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    return _Launch(folder, name, lock)
+
+
+def _ranks_to_watch() -> list[int]:
+    """Rank 0 watches all. The others watch rank 0, which tells them, and their own host."""
+    me = this_process()
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (me.host, me.place))
+    here = places[dist.get_rank()]
+    return [rank for rank, place in enumerate(places) if 0 in (rank, dist.get_rank()) or place == here]
+
+
+def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:
+    told = f"{type(error).__name__}: {error}".split("\n")[0][:500]
+    if isinstance(error, UserError):
+        if (launch.folder / "run.yaml").exists():
+            heartbeat.failed(told)
+        else:  # nothing of a run is there yet, and nothing is left
+            heartbeat.withdrawn()
+            log_path(launch.folder, dist.get_rank()).unlink(missing_ok=True)
+    elif isinstance(error, Stopped):
+        heartbeat.ended()
+        launch.ends("stopped", heartbeat.step, str(error))
+    else:
+        if _lost_a_peer(error):
+            heartbeat.wait_for_cause(told)
+        heartbeat.failed(told)
+        launch.ends("diverged" if isinstance(error, Diverged) else "failed", heartbeat.step, told)
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    """A collective fails because another rank is gone: an effect, not a cause."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

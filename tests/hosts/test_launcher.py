@@ -1,0 +1,52 @@
+"""Who started a process is told by the environment alone."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron_style.base.errors import UserError
+from megatron_style.hosts.launcher import adopt_srun, launcher
+
+TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_JOB_ID": "123456", "PMI_SIZE": "4"}  # fmt: skip
+FOUND = {
+    "none": {},
+    "srun": TASK,
+    "deepspeed": TASK | {"RANK": "0", "WORLD_SIZE": "4"},
+    "torchrun": TASK | {"RANK": "0", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
+    "mpirun": TASK | {"OMPI_COMM_WORLD_SIZE": "4"},
+}
+
+
+def become(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    """Only these, and for this test only."""
+    monkeypatch.setattr(os, "environ", dict(variables))
+
+
+@pytest.mark.parametrize("expected", FOUND)
+def test_launchers_are_told_apart_also_inside_a_slurm_job(monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
+    become(monkeypatch, FOUND[expected])
+    assert launcher() == expected
+
+
+def test_a_batch_script_is_no_task_of_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"})
+    assert launcher() == "none"
+
+
+def test_srun_is_said_in_the_words_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, TASK | {"MASTER_ADDR": "node1"})
+    adopt_srun()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[name] for name in names] == ["3", "1", "4", "node1", "23456"]
+
+
+def test_srun_over_hosts_needs_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    become(monkeypatch, TASK)
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        adopt_srun()
+    become(monkeypatch, TASK | {"SLURM_STEP_NUM_NODES": "1"})
+    adopt_srun()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"

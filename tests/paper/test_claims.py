@@ -1,0 +1,84 @@
+"""Claims, judged from made-up figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron_style.paper.claims import CLAIMS, Claim
+from megatron_style.paper.findings import Figures, Findings, papers_findings
+from megatron_style.paper.judging import falls_from_its_peak, judge, within
+from megatron_style.paper.subjects import (
+    BASELINE,
+    CACHED_SHORT,
+    NONOVERLAPPING,
+    PIA_CACHE,
+    STAGED,
+    WALKED,
+    loss,
+    perplexity,
+)
+from megatron_style.paper.tables import all_tables
+
+EQUAL_LOSSES: Findings = {
+    (PIA_CACHE, loss(CACHED_SHORT)): Figures((4.0,)),
+    (PIA_CACHE, loss(WALKED)): Figures((4.00001,)),
+}
+PAPER = {**papers_findings(all_tables()), **EQUAL_LOSSES}
+
+
+def turned(found: Findings) -> Findings:
+    """What was high is low: every order is the other way round, and what was near each other is far apart."""
+    return {key: Figures(tuple((100 / value) ** 9 for value in figures.values)) for key, figures in found.items()}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
+def test_a_claim_holds_does_not_hold_or_is_not_tested(claim: Claim) -> None:
+    assert claim.test(PAPER).state == "holds"  # of the paper's own figures
+    assert claim.test(turned(PAPER)).state == "does not hold"
+    assert claim.test({}).state == "not tested"
+    assert claim.test({}).evidence.startswith("not measured")
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
+def test_a_claim_must_hold_with_every_seed(claim: Claim) -> None:
+    other = turned(PAPER)
+    seeds = {key: Figures((*PAPER[key].values, *other[key].values)) for key in PAPER}
+    assert claim.test(seeds).state == "does not hold"
+
+
+def test_the_evidence_has_mean_and_spread() -> None:
+    measure = perplexity(NONOVERLAPPING)
+    found: Findings = {(STAGED, measure): Figures((10.0, 12.0)), (BASELINE, measure): Figures((13.0, 13.5))}
+    (claim,) = (claim for claim in CLAIMS if claim.text == "Staged training ends better than the baseline.")
+    assert claim.test(found).evidence == "staged 11 ± 1.414, baseline 13.25 ± 0.3536"
+    assert claim.test(found).state == "holds"
+
+
+def test_equal_figures_are_no_order() -> None:
+    measure = perplexity(NONOVERLAPPING)
+    found: Findings = {(STAGED, measure): Figures((13.0,)), (BASELINE, measure): Figures((13.0,))}
+    (claim,) = (claim for claim in CLAIMS if claim.text == "Staged training ends better than the baseline.")
+    assert claim.test(found).state == "does not hold"
+
+
+def test_never_is_told_as_such() -> None:
+    outcome = judge({"share": Figures((0.5, math.inf))}, lambda values: values[0] < 1)
+    assert (outcome.state, outcome.evidence) == ("does not hold", "share never")
+
+
+@pytest.mark.parametrize(
+    ("values", "holds"), [((3, 4, 5, 2, 1), True), ((3, 2, 2), False), ((1, 2, 3), False), ((5, 4, 1, 2), False)]
+)
+def test_a_fall_may_begin_behind_the_shortest(values: tuple[float, ...], holds: bool) -> None:
+    assert falls_from_its_peak(values) == holds
+
+
+def test_within_a_tenth() -> None:
+    assert within(0.1)((10.0, 11.0))
+    assert not within(0.1)((10.0, 11.1))
+
+
+def test_every_table_but_those_without_one_has_a_claim() -> None:
+    assert {number for claim in CLAIMS for number in claim.tables} == set(range(1, 13)) - {7, 8}

@@ -1,0 +1,40 @@
+"""The results in docs/results can be traced: from the records kept beside them, every number is made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_style.paper.corpus import Source
+from megatron_style.paper.experiment import Experiment
+from megatron_style.paper.presentation import as_json, as_markdown, present
+from megatron_style.paper.results import findings_of
+from megatron_style.paper.runs import RunSpec
+from megatron_style.paper.scale import scale_named
+
+KEPT = Path(__file__).parents[2] / "docs" / "results"
+
+
+class Kept(Experiment):
+    """Of its runs only the records are there, not the models."""
+
+    def is_finished(self, spec: RunSpec) -> bool:
+        return (self.folder(spec) / "metrics.jsonl").is_file()
+
+
+@pytest.mark.parametrize("corpus", ["sotu", "wikitext-2"])
+def test_every_number_is_in_the_records(corpus: str) -> None:
+    folder = KEPT / corpus
+    scale = scale_named("tiny")
+    kept = Kept(scale, Source("kept", folder), folder / "results", scale.seeds)
+    found = findings_of(kept, kept.tables())
+    page, complete = (folder / "results.md").read_text(encoding="utf-8"), set()
+    for presented in (present(table, found) for table in kept.tables()):
+        if presented.is_complete and presented.table.needs():
+            number = presented.table.number
+            complete.add(number)
+            assert as_json(presented) == json.loads((folder / "results" / f"table{number}.json").read_text())
+            assert as_markdown(presented) in page
+    assert complete >= {1, 3, 4}, "the recipe of tiny has changed: `reproduce` again, and copy the results here"
