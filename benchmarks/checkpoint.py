@@ -22,7 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from megatron_style.checkpoint.store import CheckpointStore, Progress
+from megatron_style.checkpoint.origin import Progress
+from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
@@ -66,7 +67,9 @@ def measure(run: RunConfig, rounds: int) -> list[tuple[float, float, float, int]
             store.save(engine, Progress(step, (cache,)), schedule)
             save = time.perf_counter() - begin
             begin = time.perf_counter()
-            store.restore(store.newest(), engine, schedule)
+            newest = store.newest()
+            assert newest is not None
+            newest.load(engine, schedule)
             torch.distributed.barrier()
             load = time.perf_counter() - begin
             size = sum(path.stat().st_size for path in (run.output.path / "checkpoints").rglob("*") if path.is_file())

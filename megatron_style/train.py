@@ -20,6 +20,7 @@ from megatron_style.base.command import run_command
 from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.checkpoint.model_folder import write_whole
 from megatron_style.checkpoint.source import ModelSource
+from megatron_style.checkpoint.start import open_start
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
@@ -48,15 +49,15 @@ def train(run: RunConfig) -> None:
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)
         checkpoints = CheckpointStore(run, topology)
-        saved = checkpoints.newest()
+        origin = checkpoints.newest() or open_start(run, topology)
         schedule = StageSchedule(
             run,
             corpus_tokens=len(corpus.train),
             data_parallel=topology.data.size,
-            history=checkpoints.history(saved),
+            history=origin.history,
         )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        progress = checkpoints.restore(saved, engine, schedule)
+        progress = origin.load(engine, schedule)
         if topology.is_first:
             keep_tokenizer(corpus, run.output.path)
         stop = StopRequest(

@@ -76,6 +76,30 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"its {FILE} does not hold a manifest ({error})") from None
 
 
+def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """Checked byte by byte: a damaged checkpoint is never read in part."""
+    folder = find_checkpoint(path)
+    if folder is None:
+        raise UserError(f"{path}: neither a run nor a checkpoint (with {FILE})")
+    try:
+        manifest = read_manifest(folder)
+        for name, (size, digest) in manifest.files.items():
+            check_file(folder, name, size, digest)
+    except Damaged as damage:
+        raise UserError(f"{folder}: is not whole: {damage}") from None
+    return folder, manifest
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    if (path / FILE).is_file():
+        return path
+    for folder in (path, path / "checkpoints"):
+        latest = folder / "latest"
+        if latest.is_file():
+            return folder / latest.read_text(encoding="utf-8").strip()
+    return None
+
+
 def _manifest_of(data: dict[str, Any]) -> Manifest:
     data["history"] = tuple((int(step), int(tokens)) for step, tokens in data["history"])
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}

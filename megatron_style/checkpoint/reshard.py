@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.manifest import Manifest
-from megatron_style.checkpoint.run_checkpoint import open_checkpoint, read
+from megatron_style.checkpoint.manifest import Manifest, open_checkpoint
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig, save_run
+from megatron_style.data.corpus import tokenizer_of_run
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
@@ -34,7 +34,7 @@ def reshard(path: Path, output: Path, *, tensor: int, data: int) -> None:
     (output / "ds_config.json").write_text(json.dumps(manifest.ds_config, indent=2) + "\n", encoding="utf-8")
     run_ranks(tensor * data, _write_rank, run, folder, manifest)
     save_run(run, output / "run.yaml")
-    tokenizer = read(path).tokenizer()
+    tokenizer = tokenizer_of_run(folder.parent.parent, run.data)
     if tokenizer is not None:
         tokenizer.save(output)
 
@@ -49,5 +49,5 @@ def _write_rank(run: RunConfig, folder: Path, manifest: Manifest) -> None:
         )
         engine = build_engine(run, schedule, manifest.vocab_size, topology)
         store = CheckpointStore(run, topology)
-        progress = store.restore(manifest, engine, schedule, folder)
+        progress = store.restore(folder, manifest, engine, schedule)
         store.save(engine, progress, schedule)

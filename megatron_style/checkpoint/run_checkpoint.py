@@ -6,11 +6,11 @@ from pathlib import Path
 
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.logical import LogicalReader
-from megatron_style.checkpoint.manifest import FILE, Damaged, Manifest, check_file, read_manifest
+from megatron_style.checkpoint.manifest import FILE, Manifest, find_checkpoint, open_checkpoint
 from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
-from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.data.corpus import tokenizer_of_run
 from megatron_style.schedule.stages import resolve_stage
 
 # The optimizers whose state other forms can hold. DeepSpeed's Adam is AdamW.
@@ -19,7 +19,7 @@ _MOVABLE = {"nag": "nag", "adamw": "adamw", "adam": "adamw"}
 
 def recognises(path: Path) -> bool:
     """A run's folder, its `checkpoints` folder, or one `global_stepN`."""
-    return _find(path) is not None
+    return find_checkpoint(path) is not None
 
 
 def read(path: Path) -> ModelSource:
@@ -35,33 +35,9 @@ def read(path: Path) -> ModelSource:
         folder,
         config,
         reader.weight,
-        lambda: tokenizer_beside(folder.parent.parent / "run.yaml") or tokenizer_beside(run.data.train),
+        lambda: tokenizer_of_run(folder.parent.parent, run.data),
         reader.state if manifest.optimizer in _MOVABLE else None,
     )
-
-
-def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """Checked byte by byte: a damaged checkpoint is never read in part."""
-    folder = _find(path)
-    if folder is None:
-        raise UserError(f"{path}: neither a run nor a checkpoint (with {FILE})")
-    try:
-        manifest = read_manifest(folder)
-        for name, (size, digest) in manifest.files.items():
-            check_file(folder, name, size, digest)
-    except Damaged as damage:
-        raise UserError(f"{folder}: is not whole: {damage}") from None
-    return folder, manifest
-
-
-def _find(path: Path) -> Path | None:
-    if (path / FILE).is_file():
-        return path
-    for folder in (path, path / "checkpoints"):
-        latest = folder / "latest"
-        if latest.is_file():
-            return folder / latest.read_text(encoding="utf-8").strip()
-    return None
 
 
 def _config(run: RunConfig, manifest: Manifest, learning_rate: float) -> ModelFolderConfig:

@@ -1,65 +1,57 @@
-"""Where a run begins: at step 0 with nothing, or with a model that was trained elsewhere."""
+"""A run without checkpoints of its own begins at step 0, or with the model that its `start` names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.formats import open_model
+from megatron_style.checkpoint.origin import Origin, Progress, check_same_model
+from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.model.cache import SegmentCache
+from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
 
 
+def open_start(run: RunConfig, topology: Topology) -> Origin:
+    """Return the beginning of a run. A model with the state of this run's optimizer is trained further from its own
+    step; of any other the weights are taken, at step 0."""
+    if run.start is None:
+        return Origin((), lambda *_: Progress())
+    source = open_model(run.start)
+    training = source.config.training
+    resumes = training is not None and training.optimizer == (run.optimizer.name or "nag")
+    start = _Start(run, source, is_first=topology.is_first, resumes=resumes)
+    tokens = run.data.tokens_per_batch * topology.data.size
+    # It has no caches, so it opens its lanes at its first step.
+    return Origin(((0, tokens), (start.step, tokens)) if start.step else (), start.load)
+
+
 @dataclass(frozen=True)
-class Progress:
-    """What a resumed run needs beside weights and optimizer state: the next step, and one cache per micro-batch."""
+class _Start:
+    run: RunConfig
+    source: ModelSource
+    is_first: bool
+    resumes: bool
 
-    step: int = 0
-    caches: tuple[SegmentCache, ...] = ()
-    sound: int = 0  # the last step at which the held-out loss was finite
-
-
-class Start:
-    """A model that a run begins with, from wherever it comes. If it has the state of this run's optimizer, the run
-    goes on at its step; if not, it begins at step 0 with its weights."""
-
-    def __init__(self, run: RunConfig, *, is_first: bool) -> None:
-        assert run.start is not None
-        self._run, self._is_first, self._source = run, is_first, open_model(run.start)
-        training = self._source.config.training
-        self._goes_on = training is not None and training.optimizer == (run.optimizer.name or "nag")
-        self.step = self._source.config.step if self._goes_on else 0
+    @property
+    def step(self) -> int:
+        return self.source.config.step if self.resumes else 0
 
     def load(self, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
-        source, where = self._source, f"start: {self._run.start}"
-        check_same_model(source.config.model.as_data(), source.config.vocab_size, engine, source.path)
+        where = f"start: {self.run.start}"
+        check_same_model(self.source.config.model.as_data(), self.source.config.vocab_size, engine, self.source.path)
         if self.step >= schedule.total_steps:
             raise UserError(f"{where} has done {self.step} steps, and this run's stages end at {schedule.total_steps}")
         engine.load_logical(self._read)
-        if self._is_first:
-            log(f"{where}: {'weights and optimizer' if self._goes_on else 'weights only'}, at step {self.step}")
+        if self.is_first:
+            log(f"{where}: {'weights and optimizer' if self.resumes else 'weights only'}, at step {self.step}")
         return Progress(self.step)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
-        state = self._source.state(name) if self._goes_on and self._source.state else {}
-        return {"weight": self._source.weight(name), **state}
-
-
-def check_same_model(theirs: Mapping[str, Any], vocab_size: int, engine: TrainingEngine, where: Path) -> None:
-    """A checkpoint of something else is refused with what differs."""
-    ours = engine.model.config.as_data()
-    for key in ours:
-        if key != "dropout" and theirs.get(key) != ours[key]:
-            raise UserError(f"{where}: is of another model: its model.{key} is {theirs.get(key)}, not {ours[key]}")
-    if vocab_size != engine.model.vocab_size:
-        raise UserError(
-            f"{where}: is of another corpus: its vocabulary has {vocab_size} tokens, not {engine.model.vocab_size}"
-        )
+        state = self.source.state(name) if self.resumes and self.source.state else {}
+        return {"weight": self.source.weight(name), **state}

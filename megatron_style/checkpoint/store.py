@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ from megatron_style.checkpoint.manifest import (
     optimizer_name,
     read_manifest,
 )
+from megatron_style.checkpoint.origin import Origin, Progress, check_same_model
 from megatron_style.checkpoint.proof import difference
-from megatron_style.checkpoint.start import Progress, Start, check_same_model
 from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
@@ -55,43 +55,32 @@ class CheckpointStore:
         self._run, self._topology = run, topology
         self._folder = run.output.path / "checkpoints"
 
-    @cached_property
-    def _start(self) -> Start | None:
-        """Looked at only by a run without checkpoints of its own."""
-        return Start(self._run, is_first=self._topology.is_first) if self._run.start else None
-
-    def newest(self) -> Manifest | None:
-        """The newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
+    def newest(self) -> Origin | None:
+        """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
         steps = sorted(self._steps(), reverse=True)
         for step in steps:
-            problem = self._problem_with(self._folder / f"{_PREFIX}{step}")
+            folder = self._folder / f"{_PREFIX}{step}"
+            problem = self._problem_with(folder)
             if problem is None:
-                return read_manifest(self._folder / f"{_PREFIX}{step}")
+                manifest = read_manifest(folder)
+                return Origin(self._history(manifest), partial(self.restore, folder, manifest))
             if self._topology.is_first:
-                log(f"warning: {self._folder / f'{_PREFIX}{step}'} is passed over: {problem}")
+                log(f"warning: {folder} is passed over: {problem}")
         if steps:
             raise UserError(f"{self._folder}: none of its checkpoints is whole; remove them to begin at step 0 again")
         return None
 
-    def history(self, manifest: Manifest | None) -> tuple[tuple[int, int], ...]:
-        """Of the schedule: what the grids before wrote, and a new entry when an update has another size now."""
+    def _history(self, manifest: Manifest) -> tuple[tuple[int, int], ...]:
+        """Return what the grids before wrote, and a new entry when an update has another size now."""
         tokens = self._run.data.tokens_per_batch * self._topology.data.size
-        if manifest is None:
-            first = self._start.step if self._start else 0
-            return ((0, tokens), (first, tokens)) if first else ()  # it has no caches, so it opens its lanes
         if manifest.history[-1][1] == tokens:
             return manifest.history
         if self._topology.is_first:
             log(f"from step {manifest.step} on an update has {tokens} tokens, not {manifest.history[-1][1]}: new lanes")
         return (*(entry for entry in manifest.history if entry[0] < manifest.step), (manifest.step, tokens))
 
-    def restore(
-        self, manifest: Manifest | None, engine: TrainingEngine, schedule: StageSchedule, folder: Path | None = None
-    ) -> Progress:
-        """Of a checkpoint of this run, or of one in another folder."""
-        if manifest is None:
-            return self._start.load(engine, schedule) if self._start else Progress()
-        folder = folder or self._folder / f"{_PREFIX}{manifest.step}"
+    def restore(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
+        """Load a checkpoint of this run, which may lie in another folder."""
         check_same_model(manifest.run["model"], manifest.vocab_size, engine, folder)
         _check_same_optimizer(manifest, self._run, folder)
         if not schedule.is_at(manifest.step, manifest.place):

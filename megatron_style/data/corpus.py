@@ -57,6 +57,11 @@ def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
         )
 
 
+def tokenizer_of_run(folder: Path, data: DataConfig) -> Tokenizer | None:
+    """Return the copy that the run has kept, or the one that its corpus has now."""
+    return tokenizer_beside(folder / "run.yaml") or tokenizer_beside(data.train)
+
+
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:
     folder = prefix.parent
     if any((folder / name).is_file() for name in (DICTIONARY_FILE, BPE_FILE)):

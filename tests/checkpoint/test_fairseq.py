@@ -11,7 +11,7 @@ import torch
 
 from megatron_style.checkpoint import fairseq, model_folder
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.checkpoint.store import CheckpointStore
+from megatron_style.checkpoint.start import open_start
 from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.build import build_engine
@@ -146,10 +146,10 @@ def follow_c2(run: RunConfig, updates: list[dict[str, Any]]) -> list[tuple[float
     """Learning rate, loss and gradient norm of the reference's batches, on an engine that `start` has filled."""
     tokens, found = recorded_tokens("train"), []
     with distributed_session(tensor=1) as topology:
-        store = CheckpointStore(run, topology)
-        schedule = StageSchedule(run, corpus_tokens=len(tokens), data_parallel=1, history=store.history(store.newest()))
+        origin = open_start(run, topology)
+        schedule = StageSchedule(run, corpus_tokens=len(tokens), data_parallel=1, history=origin.history)
         engine = build_engine(run, schedule, 9848, topology)
-        progress = store.restore(None, engine, schedule)
+        progress = origin.load(engine, schedule)
         assert schedule.plan(progress.step).opens_lanes
         cache = engine.model.empty_cache(32, 32)
         for update in updates:

@@ -17,8 +17,9 @@ import torch
 
 from megatron_style.checkpoint import model_folder
 from megatron_style.checkpoint.formats import open_model
+from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.checkpoint.store import CheckpointStore, Progress
+from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.checkpoint.transfer import EXTRA_MEMORY
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig

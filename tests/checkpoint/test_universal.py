@@ -135,7 +135,7 @@ def restored_engine(run: RunConfig, checkpoint: Path, topology: Topology) -> Tra
     manifest = read_manifest(checkpoint)
     schedule = StageSchedule(run, corpus_tokens=manifest.corpus_tokens, data_parallel=topology.data.size)
     engine = build_engine(run, schedule, manifest.vocab_size, topology)
-    CheckpointStore(run, topology).restore(manifest, engine, schedule, checkpoint)
+    CheckpointStore(run, topology).restore(checkpoint, manifest, engine, schedule)
     return engine
 
 

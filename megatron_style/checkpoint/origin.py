@@ -1,0 +1,43 @@
+"""Where a run begins: at step 0, at a checkpoint of its own, or with a model that was trained elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_style.base.errors import UserError
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.model.cache import SegmentCache
+from megatron_style.schedule.stages import StageSchedule
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a resumed run needs in addition to weights and optimizer state: the next step, and one cache for each
+    micro-batch."""
+
+    step: int = 0
+    caches: tuple[SegmentCache, ...] = ()
+    sound: int = 0  # the last step at which the held-out loss was finite
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run is built from: the schedule's history up to here, and how the state of its engine is loaded."""
+
+    history: tuple[tuple[int, int], ...]
+    load: Callable[[TrainingEngine, StageSchedule], Progress]
+
+
+def check_same_model(theirs: Mapping[str, Any], vocab_size: int, engine: TrainingEngine, where: Path) -> None:
+    """Refuse a checkpoint of something else, and say what differs."""
+    ours = engine.model.config.as_data()
+    for key in ours:
+        if key != "dropout" and theirs.get(key) != ours[key]:
+            raise UserError(f"{where}: is of another model: its model.{key} is {theirs.get(key)}, not {ours[key]}")
+    if vocab_size != engine.model.vocab_size:
+        raise UserError(
+            f"{where}: is of another corpus: its vocabulary has {vocab_size} tokens, not {engine.model.vocab_size}"
+        )
