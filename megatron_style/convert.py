@@ -15,12 +15,12 @@ from pathlib import Path
 
 from megatron_style.base.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint import fairseq, huggingface, model_folder, run_checkpoint, universal
-from megatron_style.checkpoint.certificate import Certificate, certify
-from megatron_style.checkpoint.formats import open_model
-from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.checkpoint.transfer import deliver, return_freed_memory, transfer
 from megatron_style.data.tokenizer import WordDictionary
+from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
+from megatron_style.formats.certificate import Certificate, certify
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.transfer import deliver, return_freed_memory, transfer
 
 Result = dict[str, object]
 

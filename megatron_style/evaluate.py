@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show, show_table
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.formats import open_model
-from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import TokenStore, open_store
 from megatron_style.engine.memory import peak_memory
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.launcher import accelerator, launcher
 from megatron_style.inference.perplexity import Mode, Protocol, Score, perplexity, score
 from megatron_style.parallel.collectives import largest_over_shards

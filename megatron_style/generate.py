@@ -19,11 +19,11 @@ from types import FrameType
 
 from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.formats import open_model
-from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.text import Chunk, check_text_file, read_lines
 from megatron_style.data.tokenizer import SPECIALS, UNK, Tokenizer
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.launcher import accelerator
 from megatron_style.inference.beams import beam_search
 from megatron_style.inference.sampling import (

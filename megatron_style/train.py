@@ -18,9 +18,6 @@ import torch
 
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import Diverged, Stopped
-from megatron_style.checkpoint.model_folder import write_whole
-from megatron_style.checkpoint.source import ModelSource
-from megatron_style.checkpoint.start import open_start
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, load_run, seconds_of
@@ -30,6 +27,9 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
+from megatron_style.formats.model_folder import write_whole
+from megatron_style.formats.source import ModelSource
+from megatron_style.formats.start import open_start
 from megatron_style.inference.held_out import held_out
 from megatron_style.journal.journal import Journal
 from megatron_style.model.cache import SegmentCache

@@ -23,12 +23,13 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "supervision": "base config hosts",
         "engine": "base config data hosts model parallel schedule",
         "checkpoint": "base config data engine model parallel schedule",
+        "formats": "base checkpoint config data engine model parallel schedule",
         "planning": "base config data schedule",
         "rehearsal": "base config data engine model parallel planning schedule",
         "journal": "base config engine inference parallel planning schedule",
         "reporting": "base config",
         "paper": "base config data planning reporting schedule",
-        "commands": "base checkpoint config data engine hosts inference journal model paper parallel planning "
+        "commands": "base checkpoint config data engine formats hosts inference journal model paper parallel planning "
         "rehearsal reporting schedule supervision",
     }.items()
 }
@@ -38,7 +39,7 @@ ONLY_IN: Mapping[str, frozenset[str]] = {
     "yaml": frozenset({"config"}),
     "pydantic": frozenset({"config"}),
     "mpi4py": frozenset({"data", "hosts"}),
-    "transformers": frozenset({"checkpoint"}),
+    "transformers": frozenset({"formats"}),
 }
 
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_style.checkpoint.fairseq import fairseq_names
 from megatron_style.convert import main
 from megatron_style.data.tokenizer import load_tokenizer
+from megatron_style.formats.fairseq import fairseq_names
 from tests.support.oracle import ORACLE, needs_oracle
 from tests.support.tiny import (
     VOCAB_SIZE,

@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.manifest import Damaged, read_manifest, write_sealed
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import load_run
 from megatron_style.data.store import open_store
 from megatron_style.data.tokenizer import BpeTokenizer, load_tokenizer
 from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.formats.formats import open_model
 from megatron_style.hosts.hosts import read_hostfile
 from megatron_style.journal.metrics_file import MetricsFile
 from megatron_style.reporting.history import read_run

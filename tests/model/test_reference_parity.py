@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_style.checkpoint.fairseq import fairseq_names
 from megatron_style.engine.optimizer import NAG
+from megatron_style.formats.fairseq import fairseq_names
 from megatron_style.inference.perplexity import Protocol, score
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.positions import SinusoidalPositions, sinusoids

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megatron_style.checkpoint import fairseq
+from megatron_style.formats import fairseq
 from megatron_style.model.shortformer import Shortformer
 
 Test = TypeVar("Test", bound=Callable[..., Any])

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.command import run_command
-from megatron_style.checkpoint.fairseq import fairseq_names
-from megatron_style.checkpoint.formats import open_model
-from megatron_style.checkpoint.model_folder import write_whole
-from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer, WordDictionary
+from megatron_style.formats.fairseq import fairseq_names
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.model_folder import write_whole
+from megatron_style.formats.source import ModelSource
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis

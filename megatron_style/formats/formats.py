@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint import fairseq, huggingface, manifest, model_folder, run_checkpoint, universal
-from megatron_style.checkpoint.source import ModelSource
+from megatron_style.checkpoint import manifest
+from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
+from megatron_style.formats.source import ModelSource
 
 
 class Readable(Protocol):

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.certificate import Certificate, Nll, certify, segment_of
-from megatron_style.checkpoint.huggingface_tokenizer import read_tokenizer, write_tokenizer
-from megatron_style.checkpoint.model_folder import (
+from megatron_style.config.model import ModelConfig, ModelFolderConfig
+from megatron_style.data.tokenizer import PAD
+from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
+from megatron_style.formats.huggingface_tokenizer import read_tokenizer, write_tokenizer
+from megatron_style.formats.model_folder import (
     CONFIG_FILE,
     WEIGHTS,
     check_vocabulary,
@@ -28,9 +30,7 @@ from megatron_style.checkpoint.model_folder import (
     read_settings,
     write_weights,
 )
-from megatron_style.checkpoint.source import ModelSource
-from megatron_style.config.model import ModelConfig, ModelFolderConfig
-from megatron_style.data.tokenizer import PAD
+from megatron_style.formats.source import ModelSource
 
 MODEL_TYPE = "shortformer"
 CODE_FILE, GENERATION_FILE = "modeling_shortformer.py", "generation_config.json"
@@ -94,7 +94,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 def certify_export(source: ModelSource, output: ModelSource) -> Certificate:
     """By the code that lies in the folder, where the library is installed."""
     try:
-        from megatron_style.checkpoint.modeling_shortformer import ShortformerForCausalLM
+        from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
     except ImportError:
         how = "megatron_style; transformers cannot be imported, so the folder's own code was not run"
         return certify(source, output, computed_by=how)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import whole_folder
-from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
+from megatron_style.formats.source import ModelSource, parameters_of
 
 CONFIG_FILE = "config.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"

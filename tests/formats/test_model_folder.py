@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint import model_folder
-from megatron_style.checkpoint.model_folder import read_config
 from megatron_style.data.tokenizer import BpeTokenizer, load_tokenizer
+from megatron_style.formats import model_folder
+from megatron_style.formats.model_folder import read_config
 from tests.support.tiny import (
     content,
     read_model,

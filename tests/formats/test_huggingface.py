@@ -25,14 +25,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint import fairseq, huggingface, modeling_shortformer
-from megatron_style.checkpoint.formats import open_model
-from megatron_style.checkpoint.huggingface_tokenizer import _SPACES
-from megatron_style.checkpoint.modeling_shortformer import ShortformerForCausalLM
-from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.convert import main
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, WordDictionary
+from megatron_style.formats import fairseq, huggingface, modeling_shortformer
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.huggingface_tokenizer import _SPACES
+from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+from megatron_style.formats.source import ModelSource
 from megatron_style.inference.sampling import Sampler, generate
 from megatron_style.model.shortformer import Shortformer
 from tests.support.oracle import ORACLE, needs_oracle, recorded_tokens

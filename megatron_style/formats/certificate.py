@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron_style import __version__
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.model.block import Block
 from megatron_style.model.cache import SegmentCache
 from megatron_style.model.positions import sinusoids

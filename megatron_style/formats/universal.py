@@ -26,9 +26,9 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
-from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.parallel.sharding import Layout
 
 LATEST, INDEX = "latest_universal", "universal.json"

@@ -8,11 +8,11 @@ import torch
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.origin import Origin, Progress, check_same_model
-from megatron_style.checkpoint.source import ModelSource
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.engine import TrainingEngine
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.source import ModelSource
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from megatron_style.checkpoint import fairseq, model_folder, run_checkpoint
-from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.run import RunConfig
+from megatron_style.formats import fairseq, model_folder, run_checkpoint
+from megatron_style.formats.transfer import transfer
 from tests.checkpoint.test_resume import folder, make_run, metrics, on_ranks  # noqa: F401  a fixture
 from tests.support.tiny import tiny_config, write_tiny_model
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.formats.source import ModelSource, parameters_of
 
 _BLOCK_NAMES = {
     "attention.key": "self_attn.k_proj",

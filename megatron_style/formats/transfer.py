@@ -16,9 +16,9 @@ from typing import Protocol
 
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place
-from megatron_style.checkpoint.certificate import FILE, Certificate, certify
-from megatron_style.checkpoint.model_folder import check_place
-from megatron_style.checkpoint.source import ModelSource
+from megatron_style.formats.certificate import FILE, Certificate, certify
+from megatron_style.formats.model_folder import check_place
+from megatron_style.formats.source import ModelSource
 
 EXTRA_MEMORY = 16 * 2**20
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h

@@ -17,12 +17,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_style.checkpoint import model_folder, universal
-from megatron_style.checkpoint.formats import open_model
 from megatron_style.checkpoint.manifest import digest_of, read_manifest, read_sealed, write_sealed
-from megatron_style.checkpoint.source import ModelSource
 from megatron_style.checkpoint.store import CheckpointStore
-from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.convert import main
@@ -31,6 +27,10 @@ from megatron_style.engine.engine import TrainingEngine, _MpuView
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.optimizer import make_optimizer
 from megatron_style.engine.session import distributed_session
+from megatron_style.formats import model_folder, universal
+from megatron_style.formats.formats import open_model
+from megatron_style.formats.source import ModelSource
+from megatron_style.formats.transfer import transfer
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise, layouts_of, shard_of
 from megatron_style.parallel.topology import Topology

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_style.checkpoint import fairseq, model_folder
-from megatron_style.checkpoint.source import ModelSource, parameters_of
-from megatron_style.checkpoint.start import open_start
-from megatron_style.checkpoint.transfer import transfer
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
+from megatron_style.formats import fairseq, model_folder
+from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.start import open_start
+from megatron_style.formats.transfer import transfer
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from tests.model.test_reference_parity import read_blocks, reference_loss

@@ -7,10 +7,10 @@ from pathlib import Path
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE, Manifest, find_checkpoint, open_checkpoint
-from megatron_style.checkpoint.source import ModelSource, parameters_of
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_of_run
+from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.schedule.stages import resolve_stage
 
 # The optimizers whose state other forms can hold. DeepSpeed's Adam is AdamW.

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_style.checkpoint import fairseq, model_folder
-from megatron_style.checkpoint.certificate import certify, fixed_text, streamed_nll
-from megatron_style.checkpoint.source import ModelSource
-from megatron_style.checkpoint.transfer import transfer
 from megatron_style.convert import main
+from megatron_style.formats import fairseq, model_folder
+from megatron_style.formats.certificate import certify, fixed_text, streamed_nll
+from megatron_style.formats.source import ModelSource
+from megatron_style.formats.transfer import transfer
 from megatron_style.inference.perplexity import Protocol, score
 from tests.support.tiny import content, expect_refusal, read_model, run_here, tiny_config, write_tiny_model
 
