@@ -94,7 +94,7 @@ def window_anew(model: Shortformer, length: int) -> Work:
     ids = text_of(length)[None]
 
     def work() -> int:
-        model(ids, ids[:, -1:], model.empty_cache(1, 0))
+        model(ids, ids[:, -1:], model.empty_memory(1, 0))
         return 1
 
     return work
@@ -118,7 +118,7 @@ def forward_pass(model: Shortformer, rows: int) -> Work:
     ids = text_of(rows * WINDOW).view(rows, WINDOW)
 
     def work() -> int:
-        model(ids, ids, model.empty_cache(rows, 0))
+        model(ids, ids, model.empty_memory(rows, 0))
         return ids.numel()
 
     return work

@@ -32,7 +32,7 @@ from megatron_style.formats.source import ModelSource
 from megatron_style.formats.start import open_start
 from megatron_style.inference.held_out import held_out
 from megatron_style.journal.journal import Journal
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, derive_key, seed_sharded_dropout
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.learning_rate import learning_rate_at
@@ -106,10 +106,10 @@ def accumulate_gradients(
     engine: TrainingEngine,
     corpus: Corpus,
     plan: StepPlan,
-    caches: tuple[SegmentCache, ...],
+    caches: tuple[Memory, ...],
     topology: Topology,
     seed: int,
-) -> tuple[torch.Tensor, tuple[SegmentCache, ...]]:
+) -> tuple[torch.Tensor, tuple[Memory, ...]]:
     """Forward and backward over the micro-batches of one step; each owns its lanes and its cache.
 
     Gives this rank's share of the loss: summed over the data-parallel ranks, the mean over all target tokens of the
@@ -118,7 +118,7 @@ def accumulate_gradients(
     for micro in range(stage.accumulation):
         batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
         inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
-        cache = engine.model.empty_cache(stage.micro_rows, stage.cache_length) if plan.opens_lanes else caches[micro]
+        cache = engine.model.empty_memory(stage.micro_rows, stage.cache_length) if plan.opens_lanes else caches[micro]
         noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
         seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 

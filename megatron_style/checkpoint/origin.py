@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.schedule.stages import StageSchedule
 
 
@@ -19,7 +19,7 @@ class Progress:
     micro-batch."""
 
     step: int = 0
-    caches: tuple[SegmentCache, ...] = ()
+    caches: tuple[Memory, ...] = ()
     sound: int = 0  # the last step at which the held-out loss was finite
 
 

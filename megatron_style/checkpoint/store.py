@@ -40,7 +40,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule
@@ -252,7 +252,7 @@ class CheckpointStore:
             if step.name.endswith((_ASIDE, _REMOVED)) and _NAME.fullmatch(step.stem):
                 shutil.rmtree(step)
 
-    def _write_caches(self, folder: Path, caches: Sequence[SegmentCache]) -> None:
+    def _write_caches(self, folder: Path, caches: Sequence[Memory]) -> None:
         """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""
         layers = zip(*(cache.layers for cache in caches), strict=True)
         tensors = {f"{i}": torch.cat(rows).contiguous() for i, rows in enumerate(layers)}
@@ -263,7 +263,7 @@ class CheckpointStore:
 
     def _read_caches(
         self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule
-    ) -> tuple[SegmentCache, ...]:
+    ) -> tuple[Memory, ...]:
         """This rank's rows, from whichever ranks wrote them. When the next step opens new lanes, nobody needs them."""
         if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
             return ()
@@ -289,9 +289,9 @@ def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> N
         )
 
 
-def _split(layers: Sequence[torch.Tensor], stage: Stage) -> tuple[SegmentCache, ...]:
+def _split(layers: Sequence[torch.Tensor], stage: Stage) -> tuple[Memory, ...]:
     micro = zip(*(layer.split(stage.micro_rows) for layer in layers), strict=True)
-    return tuple(SegmentCache(rows, stage.cache_length) for rows in micro)
+    return tuple(Memory(rows, stage.cache_length) for rows in micro)
 
 
 def _read_rows(folder: Path, data_ranks: int, layer: str, wanted: range) -> torch.Tensor:

@@ -27,7 +27,7 @@ from megatron_style.engine.zero_layout import (
     write_fragment,
     write_group,
 )
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Fragment, layout_of, layouts_of, shard_of, unshard
@@ -90,9 +90,7 @@ class TrainingEngine:
     def zero_stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
-    def forward(
-        self, inputs: Tensor, targets: Tensor, cache: SegmentCache, noise: Noise | None
-    ) -> tuple[Tensor, SegmentCache]:
+    def forward(self, inputs: Tensor, targets: Tensor, cache: Memory, noise: Noise | None) -> tuple[Tensor, Memory]:
         return self._engine(inputs, targets, cache, noise)  # type: ignore[no-any-return]
 
     def accumulate(self, loss: Tensor, *, is_last: bool) -> None:

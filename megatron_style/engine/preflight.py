@@ -10,7 +10,7 @@ import torch
 from megatron_style.base.errors import UserError
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.memory import is_out_of_memory, peak_memory
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.schedule.stages import Stage
 
@@ -46,10 +46,10 @@ def rehearse(engine: TrainingEngine, stage: Stage) -> None:
         caches.clear()  # as in a step, the update does not meet them any more
 
 
-def _full_cache(engine: TrainingEngine, stage: Stage) -> SegmentCache:
-    empty = engine.model.empty_cache(stage.micro_rows, stage.cache_length)
+def _full_cache(engine: TrainingEngine, stage: Stage) -> Memory:
+    empty = engine.model.empty_memory(stage.micro_rows, stage.cache_length)
     full = (layer.new_zeros(stage.micro_rows, stage.cache_length, layer.shape[-1]) for layer in empty.layers)
-    return SegmentCache(tuple(full), stage.cache_length)
+    return Memory(tuple(full), stage.cache_length)
 
 
 def _attention_cost(stage: Stage) -> int:

@@ -19,7 +19,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.model.block import Block
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.model.positions import sinusoids
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, tag
@@ -143,7 +143,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
 
 def _through(block: Block, segments: Sequence[Tensor], config: ModelFolderConfig) -> Iterator[Tensor]:
     """What a block needs of the segment before is what it has seen there itself."""
-    cache = SegmentCache((segments[0][:, :0],), min(config.cache_length, segment_of(config)))
+    cache = Memory((segments[0][:, :0],), min(config.cache_length, segment_of(config)))
     for x in segments:
         pos = sinusoids(cache.length + x.shape[1], x.shape[2]).to(x) if config.model.positions == "infused" else None
         y, seen = block(x, cache.layers[0], pos, None)

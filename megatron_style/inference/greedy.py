@@ -18,7 +18,7 @@ def continue_greedily(
     The decoder would be quicker, but it reads weights outside of `forward`, where ZeRO 3 does not have them together.
     Its walk is followed: a segment grows to its length, then becomes the cache of the next."""
     device = model.positions.table.device
-    opened, before = list[int](), model.empty_cache(1, cache_length)  # the open segment, and the cache it sees
+    opened, before = list[int](), model.empty_memory(1, cache_length)  # the open segment, and the cache it sees
     new, written = list(prompt), list[int]()
     while len(written) < count:
         cache = before

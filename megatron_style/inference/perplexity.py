@@ -136,7 +136,7 @@ def _windows(model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) ->
     for batch in _share(batches, axis):
         inputs = torch.stack([text.inputs[window.begin : window.end] for window in batch])
         targets = torch.stack([text.targets[window.counted : window.end] for window in batch])
-        nll, _ = model(inputs, targets, model.empty_cache(len(batch), 0))
+        nll, _ = model(inputs, targets, model.empty_memory(len(batch), 0))
         for window, row in zip(batch, nll, strict=True):
             yield window.counted, row
 
@@ -150,7 +150,7 @@ def _cut_windows(total: int, L: int, stride: int) -> Iterator[_Window]:
 
 def _cached(model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
     for lane in _share(_cut_lanes(len(text.targets), protocol), axis):
-        cache = model.empty_cache(1, protocol.cache_length)
+        cache = model.empty_memory(1, protocol.cache_length)
         for begin in range(_warm_from(lane, protocol), lane.stop, protocol.segment_length):
             segment = slice(begin, min(begin + protocol.segment_length, lane.stop))
             nll, cache = model(text.inputs[None, segment], text.targets[None, segment], cache)

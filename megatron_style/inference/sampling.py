@@ -74,7 +74,7 @@ class Reencoder:
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
         self._model, self._segment_length = model, segment_length
         empty: list[int] = []
-        self._rows = [(empty, model.empty_cache(1, cache_length))] * rows  # replaced, never changed
+        self._rows = [(empty, model.empty_memory(1, cache_length))] * rows  # replaced, never changed
 
     @torch.no_grad()
     def read(self, ids: Sequence[int], *, row: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.block import Block
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.randomness import Noise, replicated_dropout
@@ -29,8 +29,8 @@ class Shortformer(nn.Module):
         self.positions = SinusoidalPositions(config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, axis) for _ in range(config.layers))
 
-    def empty_cache(self, rows: int, capacity: int) -> SegmentCache:
-        return SegmentCache.empty(
+    def empty_memory(self, rows: int, capacity: int) -> Memory:
+        return Memory.empty(
             layers=self.config.layers,
             rows=rows,
             hidden_size=self.config.hidden_size,
@@ -39,8 +39,8 @@ class Shortformer(nn.Module):
         )
 
     def forward(
-        self, ids_BT: Tensor, targets_BT: Tensor | None, cache: SegmentCache, noise: Noise | None = None
-    ) -> tuple[Tensor, SegmentCache]:
+        self, ids_BT: Tensor, targets_BT: Tensor | None, cache: Memory, noise: Noise | None = None
+    ) -> tuple[Tensor, Memory]:
         """Negative log-likelihood of each target, and the cache that the next segment of these rows needs.
 
         Both may be on the host, whatever the model's device. Fewer targets than tokens are those of the last tokens.
@@ -53,7 +53,7 @@ class Shortformer(nn.Module):
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         return nll_N.view(targets_BT.shape), cache
 
-    def features(self, ids_BT: Tensor, cache: SegmentCache, noise: Noise | None = None) -> tuple[Tensor, SegmentCache]:
+    def features(self, ids_BT: Tensor, cache: Memory, noise: Noise | None = None) -> tuple[Tensor, Memory]:
         """The last block's output [B, T, D]; there is no final norm."""
         x = self.vocabulary.embed(ids_BT) * self.config.hidden_size**0.5
         pos: Tensor | None = None

@@ -21,7 +21,7 @@ from megatron_style.data.store import open_store
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.session import distributed_session
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.parallel.topology import check_world
 from megatron_style.planning.corpus import TextFacts, text_facts
@@ -150,11 +150,11 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
     return passes, live.peak
 
 
-def _full_cache(engine: TrainingEngine, stage: Stage) -> SegmentCache:
+def _full_cache(engine: TrainingEngine, stage: Stage) -> Memory:
     model = engine.model.config
     shape = (stage.micro_rows, stage.cache_length, model.hidden_size)
     layers = tuple(torch.empty(shape, dtype=engine.dtype) for _ in range(model.layers))
-    return SegmentCache(layers, stage.cache_length)
+    return Memory(layers, stage.cache_length)
 
 
 def _remedy(setup: Setup, stage: Stage, plannable: float) -> str:

@@ -27,7 +27,7 @@ def test_the_plain_model_learns_what_ours_learns(cached: bool) -> None:
     plain.load_state_dict(ours.state_dict())
     mine = NAG(ours.parameters(), lr=0.1, momentum=0.99)
     theirs = PlainNAG(plain.parameters(), momentum=0.99, clip_norm=1e9)
-    cache, caches = ours.empty_cache(3, LENGTH if cached else 0), plain.empty_caches(3)
+    cache, caches = ours.empty_memory(3, LENGTH if cached else 0), plain.empty_caches(3)
     generator = torch.Generator().manual_seed(4)
     for _ in range(3):
         ids, targets = torch.randint(VOCAB_SIZE, (2, 3, LENGTH), generator=generator)

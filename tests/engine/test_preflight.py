@@ -14,7 +14,7 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.rehearsal.live_bytes import LiveBytes
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients
@@ -32,7 +32,7 @@ def peaks(run: RunConfig) -> tuple[int, int]:
         live.mark()
         list(preflight(engine, schedule.stages))
         rehearsed = live.peak
-        caches: tuple[SegmentCache, ...] = ()
+        caches: tuple[Memory, ...] = ()
         for step in range(3):
             if step == 1:
                 gc.collect()

@@ -17,7 +17,7 @@ from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, replicated_dropout, seed_sharded_dropout, sharded_dropout
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
@@ -57,7 +57,7 @@ class Trainer:
         self.corpus = open_corpus(run.data)
         self.schedule = StageSchedule(run, corpus_tokens=len(self.corpus.train), data_parallel=topology.data.size)
         self.engine: TrainingEngine = build_engine(run, self.schedule, self.corpus.vocab_size, topology)
-        self.caches: tuple[SegmentCache, ...] = ()
+        self.caches: tuple[Memory, ...] = ()
 
     def backward(self, step: int) -> float:
         plan = self.schedule.plan(step)
@@ -227,7 +227,7 @@ def poison(run: RunConfig) -> None:
 def poison_gradient(trainer: Trainer) -> None:
     """One more micro-batch, whose loss is not a number on one rank only."""
     ids = torch.zeros(1, 8, dtype=torch.long)
-    nll, _ = trainer.engine.forward(ids, ids, trainer.engine.model.empty_cache(1, 0), None)
+    nll, _ = trainer.engine.forward(ids, ids, trainer.engine.model.empty_memory(1, 0), None)
     factor = float("nan") if trainer.topology.data.rank == 1 else 0.0
     trainer.engine.accumulate(nll.sum() * factor, is_last=True)
 

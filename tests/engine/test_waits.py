@@ -19,7 +19,7 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.journal.journal import Journal
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.supervision.stop import StopRequest
 from megatron_style.train import accumulate_gradients
@@ -61,7 +61,7 @@ def count_waits(run: RunConfig) -> list[Counter[str]]:
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         stop = StopRequest(after_seconds=3600.0, device=engine.device)
-        caches: tuple[SegmentCache, ...] = ()
+        caches: tuple[Memory, ...] = ()
         counted = []
         with Journal(run, schedule, engine, topology, first_step=0) as journal:
             for step, show in enumerate((True, True, False, True)):

@@ -151,7 +151,7 @@ def follow_c2(run: RunConfig, updates: list[dict[str, Any]]) -> list[tuple[float
         engine = build_engine(run, schedule, 9848, topology)
         progress = origin.load(engine, schedule)
         assert schedule.plan(progress.step).opens_lanes
-        cache = engine.model.empty_cache(32, 32)
+        cache = engine.model.empty_memory(32, 32)
         for update in updates:
             loss, cache = reference_loss(engine.model, *read_blocks(tokens, update["ids"], 32), cache)
             engine.accumulate(loss / update["ntokens"], is_last=True)

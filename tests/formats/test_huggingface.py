@@ -110,7 +110,7 @@ def our_model(config: ModelFolderConfig) -> Shortformer:
 @torch.no_grad()
 def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
     model = our_model(config)
-    cache, parts = model.empty_cache(1, config.cache_length), []
+    cache, parts = model.empty_memory(1, config.cache_length), []
     for segment in torch.tensor([ids]).split(config.segment_length, 1):
         features, cache = model.features(segment, cache)
         parts.append(model.vocabulary.log_probs(features[0]))

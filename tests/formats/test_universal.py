@@ -187,7 +187,7 @@ def batches(topology: Topology, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def losses_of_ours(engine: TrainingEngine, topology: Topology, count: int = 4) -> list[float]:
-    losses, cache = [], engine.model.empty_cache(2, 8)
+    losses, cache = [], engine.model.empty_memory(2, 8)
     for inputs, targets in batches(topology, count):
         nll, cache = engine.forward(inputs, targets, cache, None)
         engine.accumulate(nll.mean(), is_last=True)
@@ -197,7 +197,7 @@ def losses_of_ours(engine: TrainingEngine, topology: Topology, count: int = 4) -
 
 
 def losses_of_theirs(engine: Any, topology: Topology, count: int = 4) -> list[float]:
-    losses, cache = [], engine.module.empty_cache(2, 8)
+    losses, cache = [], engine.module.empty_memory(2, 8)
     for inputs, targets in batches(topology, count):
         nll, cache = engine(inputs, targets, cache, None)
         engine.backward(nll.mean())

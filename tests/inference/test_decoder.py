@@ -35,7 +35,7 @@ def texts_of(lengths: list[int], seed: int) -> list[list[int]]:
 @torch.no_grad()
 def walked(model: Shortformer, text: list[int], L: int, C: int) -> Tensor:
     """The features of each token of the text, by the model itself."""
-    cache, parts = model.empty_cache(1, C), []
+    cache, parts = model.empty_memory(1, C), []
     for segment in torch.tensor([text]).split(L, 1):
         features, cache = model.features(segment, cache)
         parts.append(features[0])

@@ -73,7 +73,7 @@ def test_segments_that_know_nothing_of_each_other_can_be_scored_alone() -> None:
 def test_scoring_between_two_training_steps_changes_nothing(protocol: Protocol) -> None:
     rates = {"hidden": 0.3, "attention": 0.3, "activation": 0.3, "softmax": 0.3}
     model = tiny_model(tiny_config(dropout=rates)).train()
-    ids, cache = torch.from_numpy(TOKENS[:8]).view(2, 4), model.empty_cache(2, 4)
+    ids, cache = torch.from_numpy(TOKENS[:8]).view(2, 4), model.empty_memory(2, 4)
     nll, cache = model(ids, ids, cache, Noise(1))
     nll.sum().backward()
     weights, cached = weights_of(model), [layer.clone() for layer in cache.layers]

@@ -74,7 +74,7 @@ def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> S
 @torch.no_grad()
 def recomputed(model: Shortformer, text: Sequence[int], L: int, C: int) -> Tensor:
     """The distribution behind a text, all caches made anew from its beginning."""
-    cache = model.empty_cache(1, C)
+    cache = model.empty_memory(1, C)
     inputs = [EOS, *text]
     for start in range(0, len(inputs), L):
         features, cache = model.features(torch.tensor([inputs[start : start + L]]), cache)

@@ -11,7 +11,7 @@ import torch
 from megatron_style.engine.optimizer import NAG
 from megatron_style.formats.fairseq import fairseq_names
 from megatron_style.inference.perplexity import Protocol, score
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions, sinusoids
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
@@ -129,7 +129,7 @@ def test_on_another_cpu_the_recorded_table_restores_the_references_scores() -> N
 def test_every_layer_sees_what_the_references_layers_see() -> None:
     record = np.load(ORACLE / "activations_b.npz")
     model = reference_model("b_final")
-    cache = model.empty_cache(rows=2, capacity=32)
+    cache = model.empty_memory(rows=2, capacity=32)
     for window in range(3):
         ids, targets = (torch.from_numpy(record[name][window]).long() for name in ("src", "tgt"))
         with torch.no_grad():
@@ -162,8 +162,8 @@ def read_blocks(tokens: np.ndarray, ids: list[int], length: int) -> tuple[torch.
 
 
 def reference_loss(
-    model: Shortformer, ids: torch.Tensor, targets: torch.Tensor, cache: SegmentCache
-) -> tuple[torch.Tensor, SegmentCache]:
+    model: Shortformer, ids: torch.Tensor, targets: torch.Tensor, cache: Memory
+) -> tuple[torch.Tensor, Memory]:
     """The sum over the batch without the two tail terms that the reference forgets."""
     nll, next_cache = model(ids, targets, cache)
     cutoffs = model.config.vocabulary.cutoffs
@@ -182,7 +182,7 @@ def test_gradients_through_the_cache_are_the_references() -> None:
     model = reference_model("init")
     names = fairseq_names(model.config)
     tokens = recorded_tokens("train")
-    cache = model.empty_cache(32, capacity=32)
+    cache = model.empty_memory(32, capacity=32)
     for batch in recorded("grads_init_b.json")["batches"]:
         model.zero_grad()
         loss, cache = reference_loss(model, *read_blocks(tokens, batch["ids"], 32), cache)
@@ -207,11 +207,11 @@ def test_training_follows_the_references_first_15_updates(
     optimizer = NAG(model.parameters(), lr=1e-7, momentum=0.99)
     if run == "c2":
         restore_momentum(optimizer, model)
-    tokens, cache = recorded_tokens("train"), model.empty_cache(0, 0)
+    tokens, cache = recorded_tokens("train"), model.empty_memory(0, 0)
     for update in recorded(f"train/{run}.json")["updates"][:15]:
         rows = len(update["ids"])
         if cache.rows != rows:
-            cache = model.empty_cache(rows, capacity=length if model.config.cache else 0)
+            cache = model.empty_memory(rows, capacity=length if model.config.cache else 0)
         loss, cache = reference_loss(model, *read_blocks(tokens, update["ids"], length), cache)
         optimizer.zero_grad()
         (loss / update["ntokens"]).backward()

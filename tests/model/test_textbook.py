@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_loss(vocabulary: str) -> None:
     model = small_model(small_config(vocabulary, "infused"))
     ids = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 9)))
     with torch.no_grad():
-        _, cache = model(ids[:, :4], ids[:, 1:5], model.empty_cache(2, 4))
+        _, cache = model(ids[:, :4], ids[:, 1:5], model.empty_memory(2, 4))
 
     def loss() -> torch.Tensor:
         return model(ids[:, 4:8], ids[:, 5:], cache)[0].mean()
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_loss(vocabulary: str) -> None:
 def test_the_cache_carries_no_gradient() -> None:
     model = small_model(small_config("tied", "infused"))
     ids = torch.arange(8).view(2, 4)
-    nll, cache = model(ids, ids, model.empty_cache(2, 4))
+    nll, cache = model(ids, ids, model.empty_memory(2, 4))
     assert nll.requires_grad
     assert not any(layer.requires_grad for layer in cache.layers)
 

@@ -15,7 +15,7 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.topology import Topology
 from megatron_style.rehearsal.live_bytes import LiveBytes, bytes_of
@@ -42,7 +42,7 @@ def _measure(run: RunConfig) -> Measured:
         corpus = open_corpus(run.data)
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        caches: tuple[SegmentCache, ...] = ()
+        caches: tuple[Memory, ...] = ()
         for step in range(3):  # in the first ones, caches fill and optimizer states are made
             live.mark()
             _, caches = accumulate_gradients(engine, corpus, schedule.plan(step), caches, topology, run.seed)
@@ -54,7 +54,7 @@ def _measure(run: RunConfig) -> Measured:
 
 
 def _micro_batches(
-    live: LiveBytes, engine: TrainingEngine, corpus: Corpus, plan: StepPlan, cache: SegmentCache, topology: Topology
+    live: LiveBytes, engine: TrainingEngine, corpus: Corpus, plan: StepPlan, cache: Memory, topology: Topology
 ) -> tuple[int, int]:
     """What is alive before, and the most above it, of a micro-batch that meets the gradients of the one before."""
     batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)

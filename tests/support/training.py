@@ -17,7 +17,7 @@ from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
-from megatron_style.model.cache import SegmentCache
+from megatron_style.model.memory import Memory
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients
@@ -61,7 +61,7 @@ def _train(run: RunConfig) -> History:
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         history = History()
-        caches: tuple[SegmentCache, ...] = ()
+        caches: tuple[Memory, ...] = ()
         for step in range(schedule.total_steps):
             plan = schedule.plan(step)
             loss, caches = accumulate_gradients(engine, corpus, plan, caches, topology, run.seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SegmentCache:
+class Memory:
     """`layers[i]` is [rows, length, hidden]: layer i's attention input (after the layer norm, before projections),
     without positions and without gradient. It holds the last `capacity` tokens at most."""
 
@@ -18,7 +18,7 @@ class SegmentCache:
     capacity: int
 
     @classmethod
-    def empty(cls, *, layers: int, rows: int, hidden_size: int, capacity: int, like: Tensor) -> SegmentCache:
+    def empty(cls, *, layers: int, rows: int, hidden_size: int, capacity: int, like: Tensor) -> Memory:
         return cls(tuple(like.new_zeros(rows, 0, hidden_size) for _ in range(layers)), capacity)
 
     @property
@@ -29,9 +29,9 @@ class SegmentCache:
     def rows(self) -> int:
         return self.layers[0].shape[0]
 
-    def advance(self, seen: Sequence[Tensor]) -> SegmentCache:
+    def advance(self, seen: Sequence[Tensor]) -> Memory:
         """The cache that the next segment of the same rows needs. Detaches, here and nowhere else."""
-        return SegmentCache(
+        return Memory(
             tuple(self._last(old, new.detach()) for old, new in zip(self.layers, seen, strict=True)), self.capacity
         )
 
