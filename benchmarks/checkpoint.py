@@ -58,7 +58,7 @@ def measure(run: RunConfig, rounds: int) -> list[tuple[float, float, float, int]
         schedule = StageSchedule(run, corpus_tokens=CORPUS_TOKENS, data_parallel=RANKS)
         engine = build_engine(run, schedule, VOCAB_SIZE, topology)
         ids = torch.zeros(8, 64, dtype=torch.long)
-        nll, cache = engine.forward(ids, ids, engine.model.empty_memory(8, 64), None)
+        nll, cache, *_ = engine.forward(ids, ids, engine.model.empty_memory(8, 64), None)
         engine.accumulate(nll.mean(), is_last=True)
         engine.update(0.001)  # makes the optimizer's state
         store, found = CheckpointStore(run, topology), []

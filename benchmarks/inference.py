@@ -22,7 +22,7 @@ import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.inference.decoder import Decoder
-from megatron_style.inference.perplexity import Protocol, score
+from megatron_style.inference.scoring import Protocol, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.model.vocabulary import AdaptiveVocabulary
 from megatron_style.parallel.sharding import initialise

@@ -110,24 +110,28 @@ def accumulate_gradients(
     topology: Topology,
     seed: int,
 ) -> tuple[torch.Tensor, tuple[Memory, ...]]:
-    """Forward and backward over the micro-batches of one step; each owns its lanes and its cache.
+    """Do the forward and backward passes of one step's micro-batches; each owns its lanes and its memory.
 
-    Gives this rank's share of the loss: summed over the data-parallel ranks, the mean over all target tokens of the
-    step. It stays on the device, so that nobody waits for a loss that is not shown."""
-    stage, share, next_caches = plan.stage, torch.zeros((), device=engine.device), []
+    Return this rank's share of the loss: summed over the data-parallel ranks, it is the mean over all target tokens of
+    the step. It stays on the device, so that nobody waits for a loss that is not shown."""
+    stage = plan.stage
+    share = torch.zeros((), device=engine.device)
+    next_caches = []
     for micro in range(stage.accumulation):
         batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
         inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
-        cache = engine.model.empty_memory(stage.micro_rows, stage.cache_length) if plan.opens_lanes else caches[micro]
+        memory = engine.model.empty_memory(stage.micro_rows, stage.cache_length) if plan.opens_lanes else caches[micro]
         noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
         seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
-        nll, cache = engine.forward(inputs, targets, cache, noise)
-        mine = (nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
-        engine.accumulate(mine * topology.data.size, is_last=micro == stage.accumulation - 1)  # ranks are averaged
+        output = engine.forward(inputs, targets, memory, noise)
+        mine = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
+        auxiliary = sum(output.auxiliary.values()) / stage.accumulation
+        # The engine takes the mean over the ranks.
+        engine.accumulate(mine * topology.data.size + auxiliary, is_last=micro == stage.accumulation - 1)
 
         share += mine.detach()
-        next_caches.append(cache)
+        next_caches.append(output.memory)
     return share, tuple(next_caches)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError
@@ -19,7 +20,7 @@ class _OneLineParser(argparse.ArgumentParser):
     """A wrong flag is told like any other wrong input: in one line."""
 
     def error(self, message: str) -> NoReturn:
-        log(f"error: {message}; `{self.prog} --help` shows what there is")
+        log(f"error: {message.removeprefix('argument ')}; `{self.prog} --help` shows what there is")
         sys.exit(EXIT_BAD_INPUT)
 
 
@@ -31,6 +32,21 @@ def command_parser(name: str, about: str, example: str) -> argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def positive_int(text: str) -> int:
+    """Read the value of a flag that counts something."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def output_file(text: str) -> Path:
+    """Read the value of a flag that names a file to write."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} must be a file in a folder that exists")
+    return path
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

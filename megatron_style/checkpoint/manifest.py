@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from megatron_style.base.errors import UserError, one_line
+from megatron_style.config.model import DEFAULT_OPTIMIZER
 from megatron_style.parallel.sharding import Fragment, Layout
 
 FILE = "manifest.json"
@@ -174,7 +175,7 @@ def _is_count(number: object) -> bool:
 def optimizer_name(in_run_file: str | None, ds_config: Mapping[str, Any]) -> str:
     if "optimizer" in ds_config:
         return str(ds_config["optimizer"]["type"]).lower()
-    return in_run_file or "nag"
+    return in_run_file or DEFAULT_OPTIMIZER
 
 
 def _written_name(name: str, written: Iterable[str]) -> str:

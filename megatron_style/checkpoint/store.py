@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -254,9 +254,9 @@ class CheckpointStore:
 
     def _write_caches(self, folder: Path, caches: Sequence[Memory]) -> None:
         """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""
-        layers = zip(*(cache.layers for cache in caches), strict=True)
-        tensors = {f"{i}": torch.cat(rows).contiguous() for i, rows in enumerate(layers)}
-        rows = len(tensors["0"]) if tensors else 0
+        names = caches[0].tensors if caches else ()
+        tensors = {name: torch.cat([cache.tensors[name] for cache in caches]).contiguous() for name in names}
+        rows = max(map(len, tensors.values()), default=0)
         first = self._topology.data.rank * rows
         metadata = {"global_rows": f"{first}..{first + rows}"}
         save_file(tensors, folder / _cache_file(self._topology.data.rank), metadata=metadata)
@@ -269,11 +269,10 @@ class CheckpointStore:
             return ()
         stage = schedule.plan(manifest.step).stage
         rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
-        layers = [
-            _read_rows(folder, manifest.grid["data"], f"{layer}", rows).to(engine.device)
-            for layer in range(self._run.model.layers)
-        ]
-        return _split(layers, stage)
+        tensors = {
+            name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in _names(folder)
+        }
+        return _split(tensors, stage)
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
@@ -289,16 +288,22 @@ def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> N
         )
 
 
-def _split(layers: Sequence[torch.Tensor], stage: Stage) -> tuple[Memory, ...]:
-    micro = zip(*(layer.split(stage.micro_rows) for layer in layers), strict=True)
-    return tuple(Memory(rows, stage.cache_length) for rows in micro)
+def _split(tensors: Mapping[str, torch.Tensor], stage: Stage) -> tuple[Memory, ...]:
+    """Return one memory for each micro-batch."""
+    parts = zip(*(tensor.split(stage.micro_rows) for tensor in tensors.values()), strict=True)
+    return tuple(Memory.from_tensors(dict(zip(tensors, rows, strict=True)), stage.cache_length) for rows in parts)
 
 
-def _read_rows(folder: Path, data_ranks: int, layer: str, wanted: range) -> torch.Tensor:
+def _names(folder: Path) -> list[str]:
+    with safe_open(folder / _cache_file(0), framework="pt") as file:
+        return list(file.keys())
+
+
+def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
     parts, first = [], 0
     for rank in range(data_ranks):
         with safe_open(folder / _cache_file(rank), framework="pt") as file:
-            held = file.get_slice(layer)
+            held = file.get_slice(name)
             rows = held.get_shape()[0]
             begin, end = max(wanted.start, first), min(wanted.stop, first + rows)
             if begin < end:

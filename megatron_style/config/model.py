@@ -9,6 +9,11 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from megatron_style.base.errors import UserError
 from megatron_style.config.section import Section
 
+Positions = Literal["added", "infused"]  # kinds of attention: how a token's place enters it
+OptimizerKind = Literal["nag", "adamw"]
+DEFAULT_OPTIMIZER: OptimizerKind = "nag"
+EvaluationMode = Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
+
 
 class VocabularyConfig(Section):
     """`adaptive`: frequency bands of shrinking width, tied. `tied` and `untied`: one matrix, or one on each side."""
@@ -48,7 +53,7 @@ class ModelConfig(Section):
     hidden_size: Width
     heads: Width
     ffn_size: Width
-    positions: Literal["added", "infused"] = "infused"
+    positions: Positions = "infused"
     cache: bool = True
     vocabulary: VocabularyConfig
     dropout: DropoutConfig = DropoutConfig()
@@ -80,7 +85,7 @@ class ModelConfig(Section):
 class TrainingState(Section):
     """What training needs to go on, beside the weights, the optimizer's state and the step."""
 
-    optimizer: Literal["nag", "adamw"]
+    optimizer: OptimizerKind
     learning_rate: float = Field(ge=0)  # of the last update
     momentum: float = Field(0.99, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)

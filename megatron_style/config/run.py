@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from megatron_style.config.model import ModelConfig
+from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
 from megatron_style.config.section import Section
 from megatron_style.config.yaml_file import override, read_yaml, write_yaml
 
@@ -68,7 +68,7 @@ class LearningRateConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer, schedule and clipping may live in the ds_config instead, never in both."""
 
-    name: Literal["nag", "adamw"] | None = None  # default: nag
+    name: OptimizerKind | None = None  # default: nag
     learning_rate: LearningRateConfig | None = None
     momentum: Fraction = 0.99  # nag
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
@@ -77,6 +77,10 @@ class OptimizerConfig(Section):
     decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices, with nag all as in the reference
     clip_norm: PositiveFloat | None = None  # default: 0.1
     max_skipped: PositiveInt = 50  # so many updates in a row without a finite gradient end the run
+
+    @property
+    def kind(self) -> OptimizerKind:
+        return self.name or DEFAULT_OPTIMIZER
 
 
 class ParallelConfig(Section):

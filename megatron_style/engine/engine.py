@@ -28,7 +28,7 @@ from megatron_style.engine.zero_layout import (
     write_group,
 )
 from megatron_style.model.memory import Memory
-from megatron_style.model.shortformer import Shortformer
+from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Fragment, layout_of, layouts_of, shard_of, unshard
 from megatron_style.parallel.topology import Axis, Topology
@@ -90,8 +90,13 @@ class TrainingEngine:
     def zero_stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
-    def forward(self, inputs: Tensor, targets: Tensor, cache: Memory, noise: Noise | None) -> tuple[Tensor, Memory]:
-        return self._engine(inputs, targets, cache, noise)  # type: ignore[no-any-return]
+    def forward(self, inputs: Tensor, targets: Tensor, memory: Memory, noise: Noise | None) -> Output:
+        return self._engine(inputs, targets, memory, noise)  # type: ignore[no-any-return]
+
+    def full_memory(self, rows: int, capacity: int) -> Memory:
+        """Return a memory of the size that rows have in the middle of a text."""
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return Memory.full(self.model.config, rows=rows, capacity=capacity, like=like)
 
     def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
         """Add this micro-batch's gradient; the last one triggers the data-parallel mean."""

@@ -1,8 +1,8 @@
-"""The optimizers. They keep no state beside the parameters': ZeRO may call them on any slice of the parameters."""
+"""The optimizers. They keep state per parameter only: ZeRO may call them on any slice of the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
+from megatron_style.config.model import OptimizerKind
 from megatron_style.config.run import OptimizerConfig
 from megatron_style.parallel.sharding import layout_of
 
@@ -45,17 +46,28 @@ class NAG(torch.optim.SGD):
         return super().step(closure)
 
 
-def make_optimizer(config: OptimizerConfig, model: nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
-    """`on_cpu`: ZeRO keeps the optimizer's state in host memory, where DeepSpeed's own Adam is much faster."""
-    if (config.name or "nag") == "nag":
-        params = parameter_groups(model, config.decay or "all", config.weight_decay, key="decay")
-        return NAG(params, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay)
+def _make_nag(config: OptimizerConfig, model: nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
+    del on_cpu
+    params = parameter_groups(model, config.decay or "all", config.weight_decay, key="decay")
+    return NAG(params, lr=0.0, momentum=config.momentum, weight_decay=config.weight_decay)
+
+
+def _make_adamw(config: OptimizerConfig, model: nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
     kind = DeepSpeedCPUAdam if on_cpu else partial(torch.optim.AdamW, fused=True)
     params = parameter_groups(model, config.decay or "matrices", config.weight_decay)
     made: torch.optim.Optimizer = kind(
         params, lr=0.0, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )
     return made
+
+
+_OPTIMIZERS: Mapping[OptimizerKind, Callable[..., torch.optim.Optimizer]] = {"nag": _make_nag, "adamw": _make_adamw}
+
+
+def make_optimizer(config: OptimizerConfig, model: nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
+    """Make the run file's optimizer. `on_cpu`: ZeRO keeps its state in host memory, where DeepSpeed's own Adam is much
+    faster."""
+    return _OPTIMIZERS[config.kind](config, model, on_cpu=on_cpu)
 
 
 def parameter_groups(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megatron_style.base.errors import UserError
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.memory import is_out_of_memory, peak_memory
-from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.schedule.stages import Stage
 
@@ -36,20 +36,16 @@ def rehearse(engine: TrainingEngine, stage: Stage) -> None:
     Two micro-batches are computed, so that the second meets the gradients of the first; of the rest only caches."""
     ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
     noise = Noise(derive_key("preflight"))
-    caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]
-    following = [_full_cache(engine, stage) for _ in range(stage.accumulation - 2)]
+    full = partial(engine.full_memory, stage.micro_rows, stage.cache_length)
+    caches = [full() for _ in range(stage.accumulation)]
+    following = [full() for _ in range(stage.accumulation - 2)]
     with engine.rehearsed_update():
         for micro in range(min(2, stage.accumulation)):
-            nll, cache = engine.forward(ids, ids, caches[micro], noise)
-            engine.accumulate(nll.sum() * 0.0, is_last=micro == 1 or stage.accumulation == 1)
-            following.append(cache)
+            output = engine.forward(ids, ids, caches[micro], noise)
+            loss = output.nll.sum() + sum(output.auxiliary.values())
+            engine.accumulate(loss * 0.0, is_last=micro == 1 or stage.accumulation == 1)
+            following.append(output.memory)
         caches.clear()  # as in a step, the update does not meet them any more
-
-
-def _full_cache(engine: TrainingEngine, stage: Stage) -> Memory:
-    empty = engine.model.empty_memory(stage.micro_rows, stage.cache_length)
-    full = (layer.new_zeros(stage.micro_rows, stage.cache_length, layer.shape[-1]) for layer in empty.layers)
-    return Memory(tuple(full), stage.cache_length)
 
 
 def _attention_cost(stage: Stage) -> int:

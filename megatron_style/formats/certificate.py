@@ -20,7 +20,7 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.model.block import Block
 from megatron_style.model.memory import Memory
-from megatron_style.model.positions import sinusoids
+from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, tag
 from megatron_style.parallel.topology import Axis
@@ -127,27 +127,31 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
     config, length = source.config, segment_of(source.config)
     with torch.device("meta"):
         model = Shortformer(config.model, config.vocab_size)
-    inputs = text[None, :-1].split(length, 1)
+    model.positions = SinusoidalPositions(config.model.hidden_size)
+    capacity = min(config.cache_length, length)
     with _materialised(model.vocabulary, "vocabulary", source):
-        segments = [model.vocabulary.embed(ids) * config.model.hidden_size**0.5 for ids in inputs]
-    if config.model.positions == "added":
-        segments = [x + sinusoids(x.shape[1], x.shape[2]) for x in segments]
+        entered = [
+            model.enter(ids, remembered=min(capacity, index * length))
+            for index, ids in enumerate(text[None, :-1].split(length, 1))
+        ]
+    segments = [x for x, _ in entered]
     for index, block in enumerate(model.blocks):
         with _materialised(block, f"blocks.{index}", source):
-            segments = list(_through(cast(Block, block), segments, config))
+            segments = list(_through(cast(Block, block), segments, [pos for _, pos in entered], capacity))
     few = max(1, _AT_ONCE // config.vocab_size)
     parts = zip(torch.cat(segments, 1)[0].split(few), text[1:].split(few), strict=True)
     with _materialised(model.vocabulary, "vocabulary", source):
         return torch.cat([model.vocabulary.nll(x_ND, wanted, None) for x_ND, wanted in parts]).numpy()
 
 
-def _through(block: Block, segments: Sequence[Tensor], config: ModelFolderConfig) -> Iterator[Tensor]:
-    """What a block needs of the segment before is what it has seen there itself."""
-    cache = Memory((segments[0][:, :0],), min(config.cache_length, segment_of(config)))
-    for x in segments:
-        pos = sinusoids(cache.length + x.shape[1], x.shape[2]).to(x) if config.model.positions == "infused" else None
-        y, seen = block(x, cache.layers[0], pos, None)
-        cache = cache.advance([seen])
+def _through(
+    block: Block, segments: Sequence[Tensor], positions: Sequence[Tensor | None], capacity: int
+) -> Iterator[Tensor]:
+    """Yield the output of a block for each segment; what it needs of the segment before, it has seen there itself."""
+    memory = Memory((segments[0][:, :0],), capacity)
+    for x, pos in zip(segments, positions, strict=True):
+        y, seen = block(x, memory.layers[0], pos, None)
+        memory = memory.advance([seen])
         yield y
 
 

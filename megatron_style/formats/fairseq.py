@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,13 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.model import ModelConfig, ModelFolderConfig
+from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.formats.source import ModelSource, parameters_of
 
+NAME = "a checkpoint of fairseq (.pt)"
+FILES = frozenset[str]()
+HOLDS: frozenset[Positions] = frozenset({"added", "infused"})
 _BLOCK_NAMES = {
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
@@ -197,9 +200,9 @@ def _settings(config: ModelFolderConfig) -> dict[str, Any]:
         settings |= {"adaptive_input_cutoff": cutoffs, "adaptive_softmax_cutoff": cutoffs}
         settings |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), model.vocabulary.factor)
         settings |= {"tie_adaptive_weights": True, "tie_adaptive_proj": True}
-    if model.positions == "infused":  # the fork's own flags; its baseline is the fairseq before them
-        settings |= {"tokens_from_prev": config.cache_length, "sliding_inf": -1}
-    return settings
+    of_the_fork = {"tokens_from_prev": config.cache_length, "sliding_inf": -1}  # its baseline is plain fairseq
+    flags: Mapping[Positions, dict[str, Any]] = {"added": {}, "infused": of_the_fork}
+    return settings | flags[model.positions]
 
 
 def _markers(config: ModelConfig) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""The forms a model can have. Each is a module with `recognises(path)`, `read(path)` and, where we can, `write(path,
-source)`; all of them speak of the same named tensors, so that any can become any other. A new one is a line here."""
+"""The forms a model can have. Each is a module that is a `Format`; all of them speak of the same named tensors, so that
+any can become any other. A new one is a module and a row of `FORMATS`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,40 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_style.base.errors import UserError
-from megatron_style.checkpoint import manifest
+from megatron_style.config.model import Positions
 from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
 from megatron_style.formats.source import ModelSource
 
 
-class Readable(Protocol):
+class Format(Protocol):
+    NAME: str  # what a user calls it
+    FILES: frozenset[str]  # file names that mark a folder as one of this form, so that it may be replaced
+    HOLDS: frozenset[Positions]  # kinds of attention that it can hold
+
     def recognises(self, path: Path) -> bool: ...
 
-    def read(self, path: Path) -> ModelSource: ...
+    def read(self, path: Path) -> ModelSource:
+        """Return complete tensors by name, each read when it is asked for."""
 
 
-FORMATS: tuple[Readable, ...] = (huggingface, model_folder, run_checkpoint, universal, fairseq)  # particular first
+class Writable(Format, Protocol):
+    def write(self, path: Path, source: ModelSource) -> None:
+        """Write a folder or a file of that name, which is not there yet; one tensor in memory at a time."""
+
+
+FORMATS: tuple[Format, ...] = (huggingface, model_folder, run_checkpoint, universal, fairseq)  # particular first
 
 
 def open_model(path: Path) -> ModelSource:
     for form in FORMATS:
         if form.recognises(path):
             return form.read(path)
-    raise UserError(
-        f"{path}: neither a model folder (with {model_folder.CONFIG_FILE}) "
-        f"nor a run or checkpoint (with {manifest.FILE})"
-    )
+    known = ", ".join(form.NAME for form in FORMATS)
+    raise UserError(f"{path}: is not a model in any known form; expected one of these: {known}")
+
+
+def check_holds(form: Format, source: ModelSource) -> None:
+    """Refuse a model that the form has no words for, rather than write another one."""
+    kind = source.config.model.positions
+    if kind not in form.HOLDS:
+        raise UserError(f"{source.path}: model.positions is {kind}, which {form.NAME} cannot hold; export another form")

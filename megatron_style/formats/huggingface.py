@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.model import ModelConfig, ModelFolderConfig
+from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
 from megatron_style.data.tokenizer import PAD
 from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
 from megatron_style.formats.huggingface_tokenizer import read_tokenizer, write_tokenizer
@@ -32,8 +32,11 @@ from megatron_style.formats.model_folder import (
 )
 from megatron_style.formats.source import ModelSource
 
+NAME = "a folder for transformers"
 MODEL_TYPE = "shortformer"
 CODE_FILE, GENERATION_FILE = "modeling_shortformer.py", "generation_config.json"
+FILES = frozenset({CODE_FILE, GENERATION_FILE, "tokenizer_config.json"})
+HOLDS: frozenset[Positions] = frozenset({"added", "infused"})
 _BESIDE_MODEL = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # named as here
 _SCORED_AT_ONCE = 32  # tokens: each has a float64 for every token of the vocabulary
 

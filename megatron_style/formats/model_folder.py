@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,17 +17,18 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import whole_folder
-from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
+from megatron_style.formats import certificate
 from megatron_style.formats.source import ModelSource, parameters_of
 
 CONFIG_FILE = "config.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
-_OURS = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, "certificate.json"}) | frozenset(
-    {"modeling_shortformer.py", "generation_config.json", "tokenizer_config.json"}  # in the form for transformers
-)
+NAME = f"a model folder (with {CONFIG_FILE})"
+FILES = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, certificate.FILE})
+HOLDS: frozenset[Positions] = frozenset(get_args(Positions))
 
 
 def recognises(path: Path) -> bool:
@@ -73,12 +74,12 @@ def write_whole(folder: Path, source: ModelSource) -> None:
         write(aside, source)
 
 
-def check_place(output: Path) -> None:
-    """Empty, or a model's and nothing else's: files of somebody else must not go with an old model."""
+def check_place(output: Path, known: frozenset[str] = FILES) -> None:
+    """Refuse a place that holds more than an old model: files of somebody else must not go with it."""
     if not output.exists():
         return
     names = {path.name for path in output.iterdir()} if output.is_dir() else {""}
-    if names and not (CONFIG_FILE in names and names <= _OURS):
+    if names and not (CONFIG_FILE in names and names <= known):
         raise UserError(f"{output}: exists and is not a model folder; choose another place for the model")
 
 

@@ -46,6 +46,8 @@ class ShortformerConfig(PretrainedConfig):
         cache_length: int = 0,
         **others: Any,
     ) -> None:
+        if positions not in ("added", "infused"):
+            raise ValueError(f"positions is {positions!r}; this code computes added and infused positions only")
         self.vocab_size, self.layers, self.hidden_size, self.heads = vocab_size, layers, hidden_size, heads
         self.ffn_size, self.positions = ffn_size, positions
         self.vocabulary = vocabulary or {"kind": "tied"}

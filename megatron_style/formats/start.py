@@ -24,7 +24,7 @@ def open_start(run: RunConfig, topology: Topology) -> Origin:
         return Origin((), lambda *_: Progress())
     source = open_model(run.start)
     training = source.config.training
-    resumes = training is not None and training.optimizer == (run.optimizer.name or "nag")
+    resumes = training is not None and training.optimizer == run.optimizer.kind
     start = _Start(run, source, is_first=topology.is_first, resumes=resumes)
     tokens = run.data.tokens_per_batch * topology.data.size
     # It has no caches, so it opens its lanes at its first step.

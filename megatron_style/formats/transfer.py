@@ -12,31 +12,22 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place
 from megatron_style.formats.certificate import FILE, Certificate, certify
+from megatron_style.formats.formats import FORMATS, Writable, check_holds
 from megatron_style.formats.model_folder import check_place
 from megatron_style.formats.source import ModelSource
 
 EXTRA_MEMORY = 16 * 2**20
+_OURS = frozenset[str]().union(*(form.FILES for form in FORMATS))
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
-
-class Format(Protocol):
-    """A form of model that can be written. Modules of this folder are such."""
-
-    def read(self, path: Path) -> ModelSource:
-        """Whole tensors by name, each read when it is asked for."""
-
-    def write(self, path: Path, source: ModelSource) -> None:
-        """As a folder or a file of that name, which is not there yet; one tensor in memory at a time."""
 
 
 def transfer(
     source: ModelSource,
-    form: Format,
+    form: Writable,
     output: Path,
     certifier: Callable[[ModelSource, ModelSource], Certificate] = certify,
     *,
@@ -44,7 +35,8 @@ def transfer(
 ) -> Certificate:
     """Write the model in another form, with a certificate in the output's folder or beside its file. A model that was
     made from something else is replaced only with `overwrite`."""
-    check_place(output)
+    check_holds(form, source)
+    check_place(output, _OURS)
     if not overwrite:
         _check_same_source(output, source)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -19,19 +19,22 @@ from __future__ import annotations
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
-from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.parallel.sharding import Layout
 
 LATEST, INDEX = "latest_universal", "universal.json"
+NAME = f"a universal checkpoint of DeepSpeed (with {LATEST})"
+FILES = frozenset[str]()
+HOLDS: frozenset[Positions] = frozenset(get_args(Positions))
 VERSION = 0.4  # of the layout, as DeepSpeed counts
 _WEIGHT = "fp32"
 _GROUPS = 100  # all empty; the loader pairs them with the engine's own, and forgets those beyond the shorter list's end

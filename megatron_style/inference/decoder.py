@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.block import Block
 from megatron_style.model.kernels import causal_mask
 from megatron_style.model.shortformer import Shortformer
@@ -39,7 +40,7 @@ class Decoder:
     of the next. Rows that are filled alike cost no mask."""
 
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
-        assert model.config.positions == "infused", "places must enter queries and keys only"
+        assert ATTENTIONS[model.config.positions].can_decode, "places must enter queries and keys only"
         self._model, self._segment_length, self._cache_length = model, segment_length, cache_length
         self._device = model.positions.table.device
         self._cached = [0] * rows  # places that belong to the segment before
@@ -96,7 +97,7 @@ class Decoder:
     def _features(self, ids_BT: Tensor, rows: slice) -> Tensor:
         """[B, T, D]. Rows that are not filled alike take one token each."""
         run = self._run(rows, ids_BT.shape[1])
-        x_BTD: Tensor = self._model.vocabulary.embed(ids_BT) * self._model.config.hidden_size**0.5
+        x_BTD = self._model.embed(ids_BT)
         for layer in self._layers:
             x_BTD = layer(x_BTD, run)
         self._filled[rows] = [filled + ids_BT.shape[1] for filled in self._filled[rows]]

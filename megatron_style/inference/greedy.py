@@ -24,7 +24,8 @@ def continue_greedily(
         cache = before
         for segment in torch.tensor([*opened, *new], device=device).split(segment_length):
             before = cache
-            token_B, cache = model(segment[None], None, before)
-        opened, new = segment.tolist(), token_B.tolist()
+            output = model(segment[None], segment[None, :0], before, likeliest=True)
+            cache = output.memory
+        opened, new = segment.tolist(), output.likeliest.tolist()
         written += new
     return written

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_style.config.model import EvaluationMode
 from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
 from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
-from megatron_style.inference.perplexity import Mode, Protocol, score
+from megatron_style.inference.scoring import Protocol, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.schedule.stages import Stage
 
@@ -28,7 +29,7 @@ class HeldOut:
 def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage) -> HeldOut:
     """By one protocol all through the run, that of its last stage, so that the stages can be compared. All ranks take
     part, and nothing of the training changes."""
-    mode: Mode = "cached" if last.cache_length else "nonoverlapping"
+    mode: EvaluationMode = "cached" if last.cache_length else "nonoverlapping"
     protocol = Protocol(
         mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
     )

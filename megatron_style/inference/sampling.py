@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder
 from megatron_style.inference.next_token import NextToken, next_tokens, pick
+from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 
@@ -94,7 +95,7 @@ class Reencoder:
 
 
 def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
-    kind = Decoder if model.config.positions == "infused" else Reencoder
+    kind = Decoder if ATTENTIONS[model.config.positions].can_decode else Reencoder
     return kind(model, rows=rows, segment_length=segment_length, cache_length=cache_length)
 
 

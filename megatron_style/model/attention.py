@@ -1,14 +1,18 @@
-"""Self-attention over a segment and the cache before it.
+"""Self-attention over a segment and the memory before it, in the kinds that a model's `positions` names.
 
-Shape letters: B rows, T segment tokens, C cached tokens, S both, D hidden, H local heads, E head size.
+Shape letters: B rows, T segment tokens, C remembered tokens, S both, D hidden, H local heads, E head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor, nn
 
-from megatron_style.config.model import ModelConfig
+from megatron_style.config.model import ModelConfig, Positions
 from megatron_style.model.kernels import attend
+from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_style.parallel.randomness import Noise
@@ -17,6 +21,10 @@ from megatron_style.parallel.topology import Axis
 
 
 class Attention(nn.Module):
+    """Attention with positions that were added to the token vectors: it does not see them itself."""
+
+    can_decode: ClassVar[bool] = False  # what was added to a token cannot be taken back when its place changes
+
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
         D = config.hidden_size
@@ -28,15 +36,17 @@ class Attention(nn.Module):
         self.value = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
         self.out = RowParallelLinear(D, D, axis=axis, weight=xavier(D, D), bias=zeros)
 
+    @staticmethod
+    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int) -> tuple[Tensor, Tensor | None]:
+        """Return what the first block reads, and the positions that every block is given."""
+        del remembered
+        return x_BTD + positions(x_BTD.shape[1]).to(x_BTD.dtype), None
+
     def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None, noise: Noise | None) -> Tensor:
-        """With `pos_SD` positions are infused: into queries and keys, never into values, or the cache could not be
-        reused at other positions."""
-        C, x_BTD = cached_BCD.shape[1], copy_to_shards(x_BTD, self.axis)
-        placed_BTD, placed_BCD = x_BTD, cached_BCD
-        if pos_SD is not None:
-            placed_BTD, placed_BCD = x_BTD + pos_SD[C:], cached_BCD + pos_SD[:C]
+        x_BTD = copy_to_shards(x_BTD, self.axis)
+        placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos_SD)
         queries = self._heads(self.query(placed_BTD))
-        # The cache goes apart from the segment: no gradient has to find its way back to it.
+        # The memory goes apart from the segment: no gradient has to find its way back to it.
         keys, cached_keys = map(self._heads, self.key(placed_BTD, placed_BCD))
         values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
         dropout = self.dropout if noise is not None else 0.0
@@ -44,5 +54,30 @@ class Attention(nn.Module):
         out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
         return out
 
+    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the segment and the memory as queries and keys are made of them."""
+        assert pos_SD is None, "positions have been added already"
+        return x_BTD, cached_BCD
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], x.shape[2] // self.head_size, self.head_size).transpose(1, 2)
+
+
+class InfusedAttention(Attention):
+    """Position-infused attention: positions enter queries and keys in every block, never values, or what is remembered
+    could not be attended to at other places."""
+
+    can_decode = True
+
+    @staticmethod
+    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int) -> tuple[Tensor, Tensor | None]:
+        # A bf16 engine keeps buffers in float32.
+        return x_BTD, positions(remembered + x_BTD.shape[1]).to(x_BTD.dtype)
+
+    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert pos_SD is not None, "there are no positions to infuse"
+        C = cached_BCD.shape[1]
+        return x_BTD + pos_SD[C:], cached_BCD + pos_SD[:C]
+
+
+ATTENTIONS: Mapping[Positions, type[Attention]] = {"added": Attention, "infused": InfusedAttention}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import Attention
+from megatron_style.model.attention import ATTENTIONS
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
@@ -20,13 +20,13 @@ class Block(nn.Module):
         D, ffn = config.hidden_size, config.ffn_size
         self.axis, self.rates = axis, config.dropout
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
-        self.attention = Attention(config, axis)
+        self.attention = ATTENTIONS[config.positions](config, axis)
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
     def forward(self, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """The block's output, and its attention input: what the next segment's cache is made of."""
+        """Return the block's output, and its attention input: what the next segment's memory is made of."""
         seen = self.attention_norm(x)
         mixed = self.attention(seen, cached, pos, noise)
         x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))

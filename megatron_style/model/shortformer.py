@@ -1,21 +1,34 @@
 """Shortformer: a decoder whose positions can enter queries and keys only, so that a segment can be attended to again.
 
-Without the cache and with positions added to the embeddings it is the Baevski & Auli language model.
+Without a memory and with positions added to the embeddings it is the Baevski & Auli language model.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
+from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.block import Block
 from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.randomness import Noise, replicated_dropout
 from megatron_style.parallel.topology import Axis
+
+
+class Output(NamedTuple):
+    """What a forward pass gives."""
+
+    nll: Tensor  # negative log-likelihood of each target, shaped as the targets
+    memory: Memory  # that the next segment of these rows needs
+    auxiliary: Mapping[str, Tensor]  # further losses by name, each a scalar; the training adds them up
+    likeliest: Tensor | None  # next token of each row, where it was asked for
 
 
 class Shortformer(nn.Module):
@@ -30,43 +43,47 @@ class Shortformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, axis) for _ in range(config.layers))
 
     def empty_memory(self, rows: int, capacity: int) -> Memory:
-        return Memory.empty(
-            layers=self.config.layers,
-            rows=rows,
-            hidden_size=self.config.hidden_size,
-            capacity=capacity,
-            like=next(self.parameters()),
-        )
+        return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()))
 
     def forward(
-        self, ids_BT: Tensor, targets_BT: Tensor | None, cache: Memory, noise: Noise | None = None
-    ) -> tuple[Tensor, Memory]:
-        """Negative log-likelihood of each target, and the cache that the next segment of these rows needs.
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        memory: Memory,
+        noise: Noise | None = None,
+        *,
+        likeliest: bool = False,
+    ) -> Output:
+        """Score the targets: as many as there are tokens, or those of the last tokens, or none.
 
-        Both may be on the host, whatever the model's device. Fewer targets than tokens are those of the last tokens.
-        Without targets, the likeliest next token of each row: asked for here, because ZeRO 3 has the weights together
-        only inside `forward`. `noise` is where dropout masks come from; without it nothing is dropped."""
-        x_BTD, cache = self.features(ids_BT, cache, noise)
-        if targets_BT is None:
-            return self.vocabulary.likeliest(x_BTD[:, -1]), cache
-        wanted_ND = x_BTD[:, -targets_BT.shape[1] :].flatten(0, 1)
+        Ids and targets may be on the host, whatever the model's device. `noise` is where dropout masks come from;
+        without it nothing is dropped. `likeliest` asks for the next token of each row as well: here and not in a method
+        of its own, because ZeRO 3 gathers the weights only inside `forward`."""
+        x_BTD, memory = self.features(ids_BT, memory, noise)
+        wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
-        return nll_N.view(targets_BT.shape), cache
+        following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
+        return Output(nll_N.view(targets_BT.shape), memory, auxiliary={}, likeliest=following)
 
-    def features(self, ids_BT: Tensor, cache: Memory, noise: Noise | None = None) -> tuple[Tensor, Memory]:
-        """The last block's output [B, T, D]; there is no final norm."""
-        x = self.vocabulary.embed(ids_BT) * self.config.hidden_size**0.5
-        pos: Tensor | None = None
-        if self.config.positions == "infused":
-            pos = self.positions(cache.length + ids_BT.shape[1]).to(x.dtype)  # a bf16 engine keeps buffers in float32
-        else:
-            x = x + self.positions(ids_BT.shape[1]).to(x.dtype)
+    def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> tuple[Tensor, Memory]:
+        """Return the last block's output [B, T, D]; there is no final norm."""
+        x, pos = self.enter(ids_BT, memory.length)
         x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
         seen = []
-        for i, (block, cached) in enumerate(zip(self.blocks, cache.layers, strict=True)):
+        for i, (block, cached) in enumerate(zip(self.blocks, memory.layers, strict=True)):
             x, attention_input = self._run(block, x, cached, pos, noise and noise.at(i))
             seen.append(attention_input)
-        return x, cache.advance(seen)
+        return x, memory.advance(seen)
+
+    def enter(self, ids_BT: Tensor, remembered: int) -> tuple[Tensor, Tensor | None]:
+        """Return what the first block reads after so many remembered tokens, and the positions that every block is
+        given."""
+        return ATTENTIONS[self.config.positions].enter(self.embed(ids_BT), self.positions, remembered)
+
+    def embed(self, ids_BT: Tensor) -> Tensor:
+        """Return the vectors of tokens, without positions."""
+        scale: float = self.config.hidden_size**0.5
+        return self.vocabulary.embed(ids_BT) * scale
 
     def _run(
         self, block: nn.Module, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None
@@ -74,7 +91,3 @@ class Shortformer(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(block, x, cached, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
         return block(x, cached, pos, noise)  # type: ignore[no-any-return]
-
-
-def count_parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())

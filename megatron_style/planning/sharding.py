@@ -101,7 +101,7 @@ def _precision(user: dict[str, Any], source: str) -> Precision:
 
 def _optimizer_states(run: RunConfig, user: dict[str, Any]) -> int:
     if "optimizer" not in user:
-        return _STATES[run.optimizer.name or "nag"]
+        return _STATES[run.optimizer.kind]
     kind = _section(user, "optimizer", str(run.deepspeed)).get("type")
     if str(kind).lower() not in _DEEPSPEED_STATES:
         known = ", ".join(_DEEPSPEED_STATES)

@@ -21,7 +21,6 @@ from megatron_style.data.store import open_store
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.session import distributed_session
-from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.parallel.topology import check_world
 from megatron_style.planning.corpus import TextFacts, text_facts
@@ -131,30 +130,24 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
     step are held until the update, and those of the next one to the end."""
     shape = (stage.micro_rows, stage.segment_length)
     batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
-    caches = [_full_cache(engine, stage) for _ in range(stage.accumulation)]
+    caches = [engine.full_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation)]
     next_caches = []
     live.mark()
     told = time.monotonic()
-    for micro, cache in enumerate(caches):
+    for micro, memory in enumerate(caches):
         if time.monotonic() - told > _SECONDS_BETWEEN_LINES:
             log(f"rehearsing stage {stage.index + 1}: micro-batch {micro + 1} of {stage.accumulation}")
             told = time.monotonic()
-        nll, next_cache = engine.forward(batch, batch, cache, Noise(derive_key("rehearsal", micro)))
-        assert nll.shape == shape, f"{tuple(nll.shape)} losses for {shape} targets"
-        engine.accumulate(nll.mean(), is_last=micro == stage.accumulation - 1)
-        next_caches.append(next_cache)
+        output = engine.forward(batch, batch, memory, Noise(derive_key("rehearsal", micro)))
+        assert output.nll.shape == shape, f"{tuple(output.nll.shape)} losses for {shape} targets"
+        loss = output.nll.mean() + sum(output.auxiliary.values())
+        engine.accumulate(loss, is_last=micro == stage.accumulation - 1)
+        next_caches.append(output.memory)
     passes = live.peak
     caches.clear()
     live.mark()
     engine.update(None)
     return passes, live.peak
-
-
-def _full_cache(engine: TrainingEngine, stage: Stage) -> Memory:
-    model = engine.model.config
-    shape = (stage.micro_rows, stage.cache_length, model.hidden_size)
-    layers = tuple(torch.empty(shape, dtype=engine.dtype) for _ in range(model.layers))
-    return Memory(layers, stage.cache_length)
 
 
 def _remedy(setup: Setup, stage: Stage, plannable: float) -> str:

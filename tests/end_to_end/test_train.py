@@ -13,7 +13,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.config.run import load_run
-from megatron_style.inference.perplexity import Protocol, score
+from megatron_style.inference.scoring import Protocol, score
 from tests.support.launch import launch
 from tests.support.runs import tiny_run
 from tests.support.tiny import read_model

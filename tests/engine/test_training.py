@@ -227,7 +227,7 @@ def poison(run: RunConfig) -> None:
 def poison_gradient(trainer: Trainer) -> None:
     """One more micro-batch, whose loss is not a number on one rank only."""
     ids = torch.zeros(1, 8, dtype=torch.long)
-    nll, _ = trainer.engine.forward(ids, ids, trainer.engine.model.empty_memory(1, 0), None)
+    nll, *_ = trainer.engine.forward(ids, ids, trainer.engine.model.empty_memory(1, 0), None)
     factor = float("nan") if trainer.topology.data.rank == 1 else 0.0
     trainer.engine.accumulate(nll.sum() * factor, is_last=True)
 

@@ -42,7 +42,7 @@ def save_after_one_step(run: RunConfig, vocab_size: int) -> None:
         schedule = StageSchedule(run, corpus_tokens=1200, data_parallel=1)
         engine = build_engine(run, schedule, vocab_size, topology)
         ids = torch.arange(8)[None]
-        nll, _ = engine.forward(ids, ids, engine.model.empty_memory(1, 0), None)
+        nll, *_ = engine.forward(ids, ids, engine.model.empty_memory(1, 0), None)
         engine.accumulate(nll.mean(), is_last=True)
         engine.update(0.001)
         CheckpointStore(run, topology).save(engine, Progress(1), schedule)

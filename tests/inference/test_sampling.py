@@ -19,8 +19,8 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer
 from megatron_style.inference.beams import Hypothesis, beam_search
 from megatron_style.inference.next_token import NextToken, Tail, next_tokens
-from megatron_style.inference.perplexity import Protocol, score
 from megatron_style.inference.sampling import Continuation, Sampler, generate, generator_of
+from megatron_style.inference.scoring import Protocol, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.model.vocabulary import AdaptiveVocabulary
 from megatron_style.parallel.sharding import initialise

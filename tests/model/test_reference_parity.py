@@ -10,7 +10,7 @@ import torch
 
 from megatron_style.engine.optimizer import NAG
 from megatron_style.formats.fairseq import fairseq_names
-from megatron_style.inference.perplexity import Protocol, score
+from megatron_style.inference.scoring import Protocol, score
 from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions, sinusoids
 from megatron_style.model.shortformer import Shortformer
@@ -133,7 +133,7 @@ def test_every_layer_sees_what_the_references_layers_see() -> None:
     for window in range(3):
         ids, targets = (torch.from_numpy(record[name][window]).long() for name in ("src", "tgt"))
         with torch.no_grad():
-            nll, next_cache = model(ids, targets, cache)
+            nll, next_cache, *_ = model(ids, targets, cache)
             features, _ = model.features(ids, cache)
         cache = next_cache
         np.testing.assert_allclose(-nll, record["logprob_tgt"][window], atol=1e-5)
@@ -165,7 +165,7 @@ def reference_loss(
     model: Shortformer, ids: torch.Tensor, targets: torch.Tensor, cache: Memory
 ) -> tuple[torch.Tensor, Memory]:
     """The sum over the batch without the two tail terms that the reference forgets."""
-    nll, next_cache = model(ids, targets, cache)
+    nll, next_cache, *_ = model(ids, targets, cache)
     cutoffs = model.config.vocabulary.cutoffs
     if not cutoffs:
         return nll.sum(), next_cache

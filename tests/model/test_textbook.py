@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.inference.perplexity import Protocol, score
-from megatron_style.model.shortformer import Shortformer, count_parameters
+from megatron_style.inference.scoring import Protocol, score
+from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
 from tests.support import textbook
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_loss(vocabulary: str) -> None:
     model = small_model(small_config(vocabulary, "infused"))
     ids = torch.from_numpy(np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, 9)))
     with torch.no_grad():
-        _, cache = model(ids[:, :4], ids[:, 1:5], model.empty_memory(2, 4))
+        _, cache, *_ = model(ids[:, :4], ids[:, 1:5], model.empty_memory(2, 4))
 
     def loss() -> torch.Tensor:
         return model(ids[:, 4:8], ids[:, 5:], cache)[0].mean()
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_loss(vocabulary: str) -> None:
 def test_the_cache_carries_no_gradient() -> None:
     model = small_model(small_config("tied", "infused"))
     ids = torch.arange(8).view(2, 4)
-    nll, cache = model(ids, ids, model.empty_memory(2, 4))
+    nll, cache, *_ = model(ids, ids, model.empty_memory(2, 4))
     assert nll.requires_grad
     assert not any(layer.requires_grad for layer in cache.layers)
 
@@ -99,7 +99,8 @@ def test_the_papers_model_has_the_papers_size() -> None:
     def parameters(vocabulary: dict[str, object], vocab_size: int) -> int:
         data = {"layers": 16, "hidden_size": 1024, "heads": 8, "ffn_size": 4096, "vocabulary": vocabulary}
         with torch.device("meta"):
-            return count_parameters(Shortformer(ModelConfig.parse(data, source="paper"), vocab_size))
+            model = Shortformer(ModelConfig.parse(data, source="paper"), vocab_size)
+            return sum(param.numel() for param in model.parameters())
 
     assert parameters({"kind": "adaptive", "cutoffs": [20000, 60000]}, 267_744) == 246_933_504
     assert parameters({"kind": "tied"}, 29_000) == 231_235_584

@@ -46,7 +46,7 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
     initialise(model, 1, Axis())
     layers = tuple(torch.randn(len(ids), cache_length, config.hidden_size) for _ in range(config.layers))
     with FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter:
-        nll, _ = model(ids, ids.flip(0), Memory(layers, cache_length))
+        nll, *_ = model(ids, ids.flip(0), Memory(layers, cache_length))
         nll.sum().backward()
     return counter.get_total_flops() / ids.numel()
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_style.engine.local_ranks import run_ranks
-from megatron_style.inference.perplexity import Protocol, Score, score
+from megatron_style.inference.scoring import Protocol, Score, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import initialise
@@ -74,7 +74,7 @@ def test_scoring_between_two_training_steps_changes_nothing(protocol: Protocol) 
     rates = {"hidden": 0.3, "attention": 0.3, "activation": 0.3, "softmax": 0.3}
     model = tiny_model(tiny_config(dropout=rates)).train()
     ids, cache = torch.from_numpy(TOKENS[:8]).view(2, 4), model.empty_memory(2, 4)
-    nll, cache = model(ids, ids, cache, Noise(1))
+    nll, cache, *_ = model(ids, ids, cache, Noise(1))
     nll.sum().backward()
     weights, cached = weights_of(model), [layer.clone() for layer in cache.layers]
     grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
