@@ -46,6 +46,10 @@ class Memory:
     def length(self) -> int:
         return self.layers[0].shape[1]
 
+    @property
+    def rows(self) -> int:
+        return self.layers[0].shape[0]
+
     def advance(self, seen: Sequence[Tensor]) -> Memory:
         """Return the memory that the next segment of the same rows needs. Detaches, here and nowhere else."""
         pairs = zip(self.layers, seen, strict=True)

@@ -252,9 +252,9 @@ def test_a_bad_file_is_named_in_one_line(tiny: Path, damage: Damage, words: list
 
 
 BAD_FLAGS = {
-    "no segment": (["--mode", "cached", "--segment-length", "0"], "--segment-length is 0; it must be at least 1"),
-    "no cache": (["--mode", "cached", "--cache-length", "0"], "--cache-length is 0; it must be at least 1"),
-    "no rows": (["--mode", "nonoverlapping", "--batch-rows", "-1"], "--batch-rows is -1; it must be at least 1"),
+    "no segment": (["--mode", "cached", "--segment-length", "0"], "--segment-length: '0' is not a whole number of at least 1"),
+    "no cache": (["--mode", "cached", "--cache-length", "0"], "--cache-length: '0' is not a whole number of at least 1"),
+    "no rows": (["--mode", "nonoverlapping", "--batch-rows", "-1"], "--batch-rows: '-1' is not a whole number of at least 1"),
     "a stride nobody takes": (["--mode", "cached", "--stride", "4"], "--stride 4 needs --mode sliding, not cached"),
     "no stride": (["--mode", "sliding"], "--mode sliding needs --stride S"),
     "a stride above the segment": (
@@ -263,14 +263,14 @@ BAD_FLAGS = {
     ),
     "a cache nobody reads": (["--mode", "nonoverlapping", "--cache-length", "4"], "--cache-length 4 needs --mode cach"),
     "rows of one walk": (["--mode", "cached", "--batch-rows", "2"], "--batch-rows 2: cached mode walks in one row"),
-    "no lanes": (["--mode", "cached", "--lanes", "0"], "--lanes is 0; it must be at least 1"),
+    "no lanes": (["--mode", "cached", "--lanes", "0"], "--lanes: '0' is not a whole number of at least 1"),
     "lanes of windows": (["--mode", "nonoverlapping", "--lanes", "2"], "--lanes 2 needs --mode cached"),
     "more lanes than segments": (["--mode", "cached", "--lanes", "10"], "the text has only 9 segments of 6"),
     "a tensor axis that does not divide": (["--mode", "cached", "--tensor", "3"], "must divide the model's heads (4)"),
     "a tensor axis without processes": (["--mode", "cached", "--tensor", "2"], "start it with a launcher"),
-    "a picture nowhere": (["--mode", "cached", "--by-position", "{dir}/no/x.png"], "no/x.png: must be a file in a"),
-    "no folder for the output": (["--mode", "cached", "--nll", "{dir}/no/out.npz"], "no/out.npz: must be a file in a"),
-    "a folder as output": (["--mode", "cached", "--nll", "{dir}/model"], "model: must be a file in a folder that ex"),
+    "a picture nowhere": (["--mode", "cached", "--by-position", "{dir}/no/x.png"], "no/x.png must be a file in a"),
+    "no folder for the output": (["--mode", "cached", "--nll", "{dir}/no/out.npz"], "no/out.npz must be a file in a"),
+    "a folder as output": (["--mode", "cached", "--nll", "{dir}/model"], "model must be a file in a folder that ex"),
 }
 
 
