@@ -23,6 +23,7 @@ from megatron_style.base.command import (
     add_set_flag,
     command_parser,
     run_command,
+    say,
     show_table,
     size,
 )
@@ -312,7 +313,7 @@ def show_findings(findings: Sequence[Finding], rehearsal: Rehearsal | None = Non
         return
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
-        print(f"{finding.level:<4}  {finding.about:<{width}}  {finding.told}")  # noqa: T201
+        say(f"{finding.level:<4}  {finding.about:<{width}}  {finding.told}\n")
     if rehearsal is not None and rehearsal.stages:
         show_rehearsal(rehearsal)
 

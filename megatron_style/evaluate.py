@@ -27,6 +27,7 @@ from megatron_style.base.command import (
     show_table,
 )
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import atomic_file
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import TokenStore, open_store
 from megatron_style.engine.memory import peak_memory
@@ -165,7 +166,7 @@ def write_results(
     args: argparse.Namespace, store: TokenStore, protocol: Protocol, result: Score, facts: dict[str, object]
 ) -> None:
     if args.nll:
-        with args.nll.open("wb") as file:
+        with atomic_file(args.nll) as new, new.open("wb") as file:
             np.savez_compressed(file, tokens=store.tokens.astype(np.int32), nll=result.nll)
     if not args.by_position:
         show(facts, as_json=args.json)

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 from types import FrameType
 
-from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show
+from megatron_style.base.command import add_json_flag, command_parser, log, run_command, say, show
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.text import Chunk, check_text_file, read_lines
@@ -316,11 +316,6 @@ def deliver(args: argparse.Namespace, prompts: Sequence[str], texts: Sequence[Co
     else:
         headings = (prompt.replace("\n", " ") for prompt in prompts)
         say("\n".join(f"== {heading}\n{text.text}\n" for heading, text in zip(headings, texts, strict=False)))
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show
 from megatron_style.base.errors import UserError
-from megatron_style.base.files import whole_folder
+from megatron_style.base.files import atomic_folder
 from megatron_style.data.corpora import DEFAULT_CACHE, SPLITS, built_in_corpus
 from megatron_style.data.encode import build_bpe_tokenizer, build_word_dictionary, encode_split
 from megatron_style.data.text import CHUNK_BYTES, TextFile, check_text_file, file_digest
@@ -65,7 +65,7 @@ def prepare_corpus(
     if not overwrite and (record := _existing_record(output, identity)) is not None:
         log(f"{output}: already holds this corpus; nothing to do")
         return record, False
-    with whole_folder(output) as folder:
+    with atomic_folder(output) as folder:
         tokenizer = _make_tokenizer(recipe, pool, chunk_bytes, folder)
         splits = {
             split: asdict(encode_split(pool, files, chunk_bytes, tokenizer_folder=folder, prefix=folder / split))

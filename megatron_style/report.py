@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_style.base.command import add_json_flag, command_parser, run_command, show
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import write_atomic
 from megatron_style.reporting.history import read_runs
 from megatron_style.reporting.page import is_page, page
 from megatron_style.reporting.style import RUN_COLOURS
@@ -27,7 +28,7 @@ def main() -> None:
         raise UserError(f"--output {args.output}: exists and is not a report; use --overwrite to replace it")
     runs = read_runs(args.runs)
     try:
-        args.output.write_text(page(runs), encoding="utf-8")
+        write_atomic(args.output, page(runs))
     except OSError as error:
         raise UserError(f"--output {args.output}: cannot be written: {error.strerror}; name another file") from None
     show({"output": str(args.output), "runs": len(runs)}, as_json=args.json)

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_style.base.command import add_json_flag, command_parser, log, run_command, show, show_table
+from megatron_style.base.command import add_json_flag, command_parser, log, run_command, say, show, show_table
 from megatron_style.base.errors import UserError
 from megatron_style.data.workers import usable_cpus
 from megatron_style.paper.corpus import check_test_split, find_source, write_held_out
@@ -148,7 +148,7 @@ def emit(experiment: Experiment, specs: Sequence[RunSpec], args: argparse.Namesp
         show({"commands": [shlex.join(command) for command in commands]}, as_json=True)
         return
     for command in commands:
-        print(shlex.join(command))  # noqa: T201
+        say(f"{shlex.join(command)}\n")
     log("then the same command without --emit evaluates the models and makes the tables")
 
 

@@ -18,15 +18,18 @@ import torch
 
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import Diverged, Stopped
+from megatron_style.base.files import remove_leftovers
+from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.config.run import RunConfig, load_run, seconds_of
+from megatron_style.config.run import RunConfig, SpikeConfig, load_run, seconds_of
 from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
 from megatron_style.data.lanes import read_batch
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
+from megatron_style.engine.spikes import Spike, extend_window, find_spike, loss_of_all_ranks
 from megatron_style.formats.model_folder import write_whole
 from megatron_style.formats.source import ModelSource
 from megatron_style.formats.start import open_start
@@ -77,12 +80,16 @@ def train(run: RunConfig) -> None:
                 loss, caches = accumulate_gradients(engine, corpus, plan, progress.caches, topology, run.seed)
                 # Before the update, which needs the memory of the old caches.
                 progress = replace(progress, step=step + 1, caches=caches)
-                update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
+                progress, spike = look_for_spike(run.optimizer.spike, progress, loss, topology)
+                rate = learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps)
+                update = engine.update(rate, spike=spike)
 
                 stage_ends, reason = schedule.closes_stage(step), stop.agreed()
                 saves = due(progress.step, run.output.save_every) or stage_ends or reason is not None
                 journal.step(plan, loss, update, time.monotonic() - begin,
                              show=due(progress.step, run.output.log_every) or saves)  # fmt: skip
+                if spike is not None and spike.action == "stop":
+                    raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
                     found = held_out(engine.model, corpus, run.output, schedule.stages[-1])
@@ -135,6 +142,18 @@ def accumulate_gradients(
     return share, tuple(next_caches)
 
 
+def look_for_spike(
+    config: SpikeConfig | None, progress: Progress, share: torch.Tensor, topology: Topology
+) -> tuple[Progress, Spike | None]:
+    """Compare the loss of the step with those before it, and keep it for those after it. A run that does not ask for
+    this does not wait for the loss."""
+    if config is None:
+        return replace(progress, losses=()), None
+    loss = loss_of_all_ranks(share, topology)
+    spike = find_spike(config, progress.losses, loss)
+    return replace(progress, losses=extend_window(config, progress.losses, loss)), spike
+
+
 def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: StageSchedule, topology: Topology) -> None:
     weights, last = engine.full_weights(), schedule.stages[-1]
     if topology.is_first:
@@ -147,6 +166,7 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
             step=schedule.total_steps,
         )
         folder = run.output.path / "model"
+        remove_leftovers(folder)  # the lock of the run's folder is ours
         write_whole(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError
+from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError, harmless
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
 
@@ -86,9 +86,15 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 def log(line: str) -> None:
     """Progress and remarks: standard error, so that standard output holds results only. It may go to a file on a disk
-    that is full, which is no reason to end."""
+    that is full, which is no reason to end. File names and values in it cannot act on a terminal, now or later."""
     with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
+        print(harmless(line), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def say(text: str) -> None:
+    """Write text to standard output at once: as it is for a program, and so that it cannot act for a terminal."""
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def show(result: Mapping[str, object], *, as_json: bool) -> None:
@@ -98,17 +104,17 @@ def show(result: Mapping[str, object], *, as_json: bool) -> None:
         return
     width = max(len(key) for key in result)
     for key, value in result.items():
-        print(f"{key.replace('_', ' '):<{width}}  {_text(value)}")  # noqa: T201
+        say(f"{key.replace('_', ' '):<{width}}  {_text(value)}\n")
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table for people on standard output: names to the left, numbers to the right."""
     lines = [tuple(header), *(tuple(map(_text, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print()  # noqa: T201
+    say("\n")
     for first, *others in lines:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join([f"{first:<{widths[0]}}", *cells]))  # noqa: T201
+        say("  ".join([f"{first:<{widths[0]}}", *cells]) + "\n")
 
 
 def _is_first_of_host() -> bool:

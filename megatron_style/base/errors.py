@@ -1,9 +1,19 @@
 """What goes wrong, in one line each: a user's mistake, or a run that cannot go on."""
 
+import re
+
+# All but newline and tab, those that turn the direction of text, and bytes that are no text.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 
 def one_line(text: str) -> str:
     """Return the text with control characters and line ends escaped: what a file holds must not act on a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def harmless(text: str) -> str:
+    """Return the text, of any number of lines, with control characters escaped: it must not act on a terminal."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class UserError(ValueError):

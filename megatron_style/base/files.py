@@ -1,7 +1,8 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear complete or not at all, also on a full disk."""
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import tempfile
@@ -11,10 +12,10 @@ from pathlib import Path
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`, which takes its place when the body is done. On any error it is removed."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())  # mkdtemp's are private
@@ -23,13 +24,23 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def remove_leftovers(target: Path) -> None:
+    """Remove what writers of `target` left when they were killed. For those who know that nobody else writes it now."""
+    for folder in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
+        shutil.rmtree(folder)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.partial."
+
+
 def put_in_place(new: Path, target: Path) -> None:
     """Rename a whole file or folder. One that is in the way is moved aside first, and back again if that fails."""
     _flush_to_disk(new)
     if not target.exists():
         new.rename(target)
     else:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
+        with tempfile.TemporaryDirectory(prefix=_prefix(target), dir=target.parent) as aside:
             old = Path(aside) / target.name
             target.rename(old)
             try:
@@ -59,3 +70,24 @@ def _umask() -> int:
     mask = os.umask(0)  # the only way to read it is to set it
     os.umask(mask)
     return mask
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield the name of a file to write, which takes the place of `path` when the body is done. On any error it is
+    removed; one that a kill leaves is replaced by the next write."""
+    if path.exists() and not path.is_file():  # a pipe or a device has no other name
+        yield path
+        return
+    target = path.resolve()  # a link stays one
+    new = target.with_name(f".{target.name}.new")
+    try:
+        yield new
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    with atomic_file(path) as new:
+        new.write_text(text, encoding="utf-8", newline="\n")

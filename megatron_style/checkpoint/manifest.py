@@ -46,6 +46,7 @@ class Manifest:
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file
     files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
     sound: int = 0  # the last step so far at which the held-out loss was finite
+    losses: tuple[float, ...] = ()  # of the last steps, against which a spike is measured
 
     @property
     def optimizer(self) -> str:
@@ -103,6 +104,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 def _manifest_of(data: dict[str, Any]) -> Manifest:
     data["history"] = tuple((int(step), int(tokens)) for step, tokens in data["history"])
+    data["losses"] = tuple(float(loss) for loss in data.get("losses", ()))
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
     data["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
     data["fragments"] = {
@@ -127,6 +129,8 @@ def _check_kinds(manifest: Manifest) -> None:
     grid = tuple(manifest.grid[axis] for axis in ("data", "tensor", "zero"))
     if not all(_is_count(number) for number in (*counts, *grid)) or 0 in grid[:2] or grid[2] > 3:
         raise ValueError("a count is not one")
+    if not all(map(math.isfinite, manifest.losses)):
+        raise ValueError("a loss is not finite")
     if not all(isinstance(part, dict) for part in (manifest.run, manifest.ds_config, manifest.place)):
         raise ValueError("a section is missing")
     if (

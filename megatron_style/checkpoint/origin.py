@@ -21,6 +21,7 @@ class Progress:
     step: int = 0
     caches: tuple[Memory, ...] = ()
     sound: int = 0  # the last step at which the held-out loss was finite
+    losses: tuple[float, ...] = ()  # of the last steps, if the run looks for spikes
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
-from megatron_style.base.files import sync
+from megatron_style.base.files import atomic_file, sync
 from megatron_style.checkpoint.logical import LogicalReader, file_of
 from megatron_style.checkpoint.manifest import (
     FILE,
@@ -95,7 +95,8 @@ class CheckpointStore:
             engine.load_logical(reader.read)
         engine.resume(reader.counters())
         self._tell_changes(manifest)
-        return Progress(manifest.step, self._read_caches(folder, manifest, engine, schedule), manifest.sound)
+        caches = self._read_caches(folder, manifest, engine, schedule)
+        return Progress(manifest.step, caches, manifest.sound, manifest.losses)
 
     def _tell_changes(self, manifest: Manifest) -> None:
         """Settings may change in mid-run, but never unnoticed."""
@@ -199,6 +200,7 @@ class CheckpointStore:
             fragments={name: found for part in parts for name, found in part["fragments"].items()},
             files={name: file for part in parts for name, file in part["files"].items()},
             sound=progress.sound,
+            losses=progress.losses,
         )
 
     def _problem_with(self, folder: Path) -> str | None:
@@ -226,10 +228,9 @@ class CheckpointStore:
         return sorted(int(name[1]) for name in names if name)
 
     def _point_to(self, name: str) -> None:
-        new = self._folder / "latest.new"
-        new.write_text(name, encoding="utf-8")
-        sync(new)
-        new.replace(self._folder / "latest")
+        with atomic_file(self._folder / "latest") as new:
+            new.write_text(name, encoding="utf-8")
+            sync(new)
         sync(self._folder)
 
     def _prune(self, *, sound: int) -> None:

@@ -65,6 +65,14 @@ class LearningRateConfig(Section):
         return self
 
 
+class SpikeConfig(Section):
+    """What happens to an update whose loss is above `factor` times the median of the `window` losses before it."""
+
+    factor: float = Field(gt=1)
+    action: Literal["skip", "stop"]
+    window: PositiveInt = 64  # steps
+
+
 class OptimizerConfig(Section):
     """Optimizer, schedule and clipping may live in the ds_config instead, never in both."""
 
@@ -77,6 +85,7 @@ class OptimizerConfig(Section):
     decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices, with nag all as in the reference
     clip_norm: PositiveFloat | None = None  # default: 0.1
     max_skipped: PositiveInt = 50  # so many updates in a row without a finite gradient end the run
+    spike: SpikeConfig | None = None  # default: no loss is too high
 
     @property
     def kind(self) -> OptimizerKind:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import write_atomic
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,7 +58,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_yaml(data: dict[str, Any], path: Path) -> None:
-    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    write_atomic(path, yaml.safe_dump(data, sort_keys=False))
 
 
 def override(data: dict[str, Any], setting: str) -> None:

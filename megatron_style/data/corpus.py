@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import DataConfig
-from megatron_style.data.store import TokenStore, open_store
+from megatron_style.data.store import BLOCK, TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
 
 
@@ -18,6 +23,17 @@ class Corpus:
     vocab_size: int
     tokenizer: Tokenizer | None  # stores of other tools may come without one
     eos: int = EOS
+
+    def held_out_digest(self, tokens: NDArray[Any]) -> str:
+        """Return what is the same for the same held-out tokens of the same vocabulary: losses compare only then."""
+        digest = hashlib.sha256(self._vocabulary.encode())
+        for first in range(0, len(tokens), BLOCK):
+            digest.update(tokens[first : first + BLOCK].astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        return f"{self.vocab_size} {self.tokenizer.digest if self.tokenizer else 'ids'}"
 
 
 def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:

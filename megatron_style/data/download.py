@@ -7,12 +7,12 @@ import shutil
 import urllib.request
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import atomic_file
 from megatron_style.data.progress import byte_progress
 from megatron_style.data.text import file_digest
 
@@ -46,7 +46,7 @@ def fetch(download: Download, folder: Path) -> dict[str, Path]:
 
 
 def _download(download: Download, archive: Path) -> None:
-    with _completed(archive) as part:
+    with atomic_file(archive) as part:
         digest = hashlib.sha256()
         with part.open("wb") as file:
             for block in _blocks(download.url, archive):
@@ -69,7 +69,7 @@ def _check_digest(archive: Path, expected: str) -> None:
 def _unpack(archive: Path, targets: Mapping[str, Path]) -> None:
     with zipfile.ZipFile(archive) as content:
         for member, target in targets.items():
-            with _completed(target) as part, content.open(member) as source, part.open("wb") as file:
+            with atomic_file(target) as part, content.open(member) as source, part.open("wb") as file:
                 shutil.copyfileobj(source, file, BLOCK)
 
 
@@ -86,14 +86,3 @@ def _blocks(url: str, archive: Path) -> Iterator[bytes]:
         raise UserError(
             f"cannot download {url} ({error}); fetch it elsewhere and place it at {archive}, then run this again"
         ) from error
-
-
-@contextmanager
-def _completed(target: Path) -> Iterator[Path]:
-    """Write to a file beside the target, which appears only when it is whole."""
-    part = target.with_name(target.name + ".part")
-    try:
-        yield part
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

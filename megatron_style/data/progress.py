@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 from megatron_style.base.command import log
+from megatron_style.base.errors import one_line
 
 
 @contextmanager
 def byte_progress(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
     """Gives the function to call with the number of bytes just done."""
     if sys.stderr.isatty():
+        label = one_line(label)
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True) as bar:
             yield bar.update
         return

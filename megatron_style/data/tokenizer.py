@@ -18,6 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import write_atomic
 
 BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
@@ -143,8 +144,7 @@ class WordDictionary(Tokenizer):
         return "\n".join(lines)
 
     def save(self, folder: Path) -> None:
-        with (folder / DICTIONARY_FILE).open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(f"{word} {n}\n" for word, n in self._counts.items())
+        write_atomic(folder / DICTIONARY_FILE, "".join(f"{word} {n}\n" for word, n in self._counts.items()))
 
 
 class BpeTokenizer(Tokenizer):
@@ -216,7 +216,7 @@ class BpeTokenizer(Tokenizer):
         return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in _split_at_eos(ids))
 
     def save(self, folder: Path) -> None:
-        (folder / BPE_FILE).write_text(self._model.to_str(pretty=True), encoding="utf-8", newline="\n")
+        write_atomic(folder / BPE_FILE, self._model.to_str(pretty=True))
 
 
 def _padding(words: Sequence[str]) -> list[str]:

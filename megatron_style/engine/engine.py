@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_style.base.errors import Diverged
 from megatron_style.engine.counters import Counters
+from megatron_style.engine.spikes import Spike
 from megatron_style.engine.zero_layout import (
     flat_groups,
     fragments,
@@ -38,7 +39,8 @@ from megatron_style.parallel.topology import Axis, Topology
 class Update:
     learning_rate: float
     grad_norm: Tensor | float  # before clipping; on the device, so that nobody waits for a norm that is not shown
-    applied: bool  # false when the gradient was not finite
+    applied: bool  # false when the gradient was not finite, or the loss spiked
+    spike: Spike | None = None
 
 
 class TrainingEngine:
@@ -103,15 +105,28 @@ class TrainingEngine:
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss)
 
-    def update(self, learning_rate: float | None) -> Update:
-        """Clip, step, clear; a gradient that is not finite changes nothing. `None`: the ds_config has a scheduler."""
-        update = self._step(learning_rate)
+    def update(self, learning_rate: float | None, *, spike: Spike | None = None) -> Update:
+        """Clip, step, clear; a gradient that is not finite, and a spike, change nothing. `None`: the ds_config has a
+        scheduler."""
+        update = self._step(learning_rate) if spike is None else self._pretend_step(learning_rate)
         self.skipped_in_a_row = 0 if update.applied else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == self._max_skipped:
             raise Diverged(
                 f"the gradients of {self._max_skipped} steps in a row are not finite (optimizer.max_skipped); resume "
                 f"from an earlier checkpoint with a lower learning rate"
             )
+        return update if spike is None else replace(update, applied=False, spike=spike)
+
+    def _pretend_step(self, learning_rate: float | None) -> Update:
+        """Do all of an update but the optimizer's own step: the gradients are measured and cleared, and weights and
+        optimizer state stay as they were, bit for bit. DeepSpeed's scheduler waits, as it does for any skipped step."""
+        engine = self._engine
+        scheduler = engine.lr_scheduler
+        engine.lr_scheduler = None
+        with without_optimizer(engine):
+            update = self._step(learning_rate)
+        engine.lr_scheduler = scheduler
+        engine.skipped_steps += update.applied  # those that are not finite DeepSpeed has counted
         return update
 
     def _step(self, learning_rate: float | None) -> Update:

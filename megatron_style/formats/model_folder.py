@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.files import whole_folder
+from megatron_style.base.files import atomic_folder
 from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
@@ -70,7 +70,7 @@ def write(folder: Path, source: ModelSource) -> None:
 def write_whole(folder: Path, source: ModelSource) -> None:
     """The folder appears whole or not at all."""
     check_place(folder)
-    with whole_folder(folder) as aside:
+    with atomic_folder(folder) as aside:
         write(aside, source)
 
 

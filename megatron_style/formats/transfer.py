@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_style.base.errors import RunFailed, UserError
-from megatron_style.base.files import put_in_place
+from megatron_style.base.files import put_in_place, write_atomic
 from megatron_style.formats.certificate import FILE, Certificate, certify
 from megatron_style.formats.formats import FORMATS, Writable, check_holds
 from megatron_style.formats.model_folder import check_place
@@ -69,7 +69,7 @@ def deliver(written: Path, certificate: Certificate, output: Path) -> None:
     if written != target:
         put_in_place(written, target)
     if not target.is_dir():
-        target.with_name(f"{target.name}.{FILE}").write_text(text, encoding="utf-8")
+        write_atomic(target.with_name(f"{target.name}.{FILE}"), text)
     if not certificate.passed:
         raise RunFailed(
             f"{target}: differs from {certificate.source} by {certificate.largest_nll_difference:.2g} nats and "

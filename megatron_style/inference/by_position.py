@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_style.base.files import atomic_file
 from megatron_style.inference.scoring import Protocol
 
 
@@ -55,4 +56,5 @@ def draw_by_position(losses: NDArray[np.float64], means: Sequence[Stretch], prot
     axes.set_title(f"{protocol.mode}, segments of {protocol.segment_length}{cache}")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150, format="png")
+    with atomic_file(path) as new:
+        figure.savefig(new, dpi=150, format="png")

@@ -24,6 +24,7 @@ class HeldOut:
     by_position: tuple[float, ...]
     prompt: str = ""
     text: str = ""
+    text_digest: str = ""  # of the text and its vocabulary
 
 
 def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage) -> HeldOut:
@@ -49,6 +50,7 @@ def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Sta
         tuple(found.by_band(protocol)),
         _spelled(prompt, corpus),
         _spelled(written, corpus),
+        corpus.held_out_digest(tokens),
     )
 
 

@@ -4,6 +4,7 @@ writes; the others only help to sum the loss."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 
@@ -96,6 +97,8 @@ class Journal:
         self._stage_seconds += seconds
         if show or not update.applied:
             mean, norm = self._read(loss, update)
+            if update.spike is not None:
+                self._record("spike", plan.step + 1, tokens=self._totals.tokens, **asdict(update.spike))
             if self._writes:
                 self._show(plan, mean, norm, update)
         elif self._writes:
@@ -109,7 +112,8 @@ class Journal:
     def held_out(self, step: int, found: HeldOut) -> None:
         totals = self._totals
         self._record("valid", step, loss=found.loss, perplexity=found.perplexity, tokens=totals.tokens,
-                     seconds=totals.seconds, flops=totals.flops, by_position=list(found.by_position))  # fmt: skip
+                     seconds=totals.seconds, flops=totals.flops, by_position=list(found.by_position),
+                     text_digest=found.text_digest)  # fmt: skip
         if found.text:
             self._record("sample", step, tokens=totals.tokens, prompt=found.prompt, text=found.text)
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
@@ -132,7 +136,8 @@ class Journal:
             seconds=totals.seconds, flops=totals.flops, flops_per_second=lately.flops / lately.seconds,
             memory_bytes=memory,
         )  # fmt: skip
-        note = "" if update.applied else f", skipped: the gradient is not finite ({self._skipped} so far)"
+        reason = update.spike or "the gradient is not finite"
+        note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
         self._console.show(
             Standing(
                 event,

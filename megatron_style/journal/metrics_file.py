@@ -24,11 +24,19 @@ class MetricsFile:
         self.last: Event | None = None  # the last `train` event that is kept
         if path.exists():
             os.truncate(path, self._end_of(last_step))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, event: Event) -> None:
-        self._file.write(json.dumps(event) + "\n")
-        self._file.flush()
+        end = self._file.seek(0, os.SEEK_END)
+        line = json.dumps(event).encode() + b"\n"
+        try:
+            while line:  # a disk that is almost full takes a part
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(end)
+            if end == 0:
+                self._path.unlink()
+            raise
 
     def events(self) -> Iterator[Event]:
         """Yield all that is recorded, one event in memory at a time; torn lines are left out."""

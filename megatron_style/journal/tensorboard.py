@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import hparams, text
 from torch.utils.tensorboard.writer import FileWriter
 
+from megatron_style.base.errors import harmless
 from megatron_style.base.events import Event
+from megatron_style.base.files import write_atomic
 from megatron_style.journal.metrics_file import MetricsFile
 
 _MARK, _FILES = "complete.json", "events.out.tfevents.*"
@@ -43,6 +46,7 @@ _TAGS = {
         "flops": "speed/flops",
         "memory_bytes": "memory/peak_bytes",
     },
+    "spike": {"loss": "spike/loss", "median": "spike/median"},
     "valid": {"loss": "valid/loss", "perplexity": "valid/perplexity"},
 }
 _SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token")  # of a stage, shown all through it
@@ -78,9 +82,7 @@ class Board:
         self._by_step.flush()
         self._by_tokens.flush()
         self._mark = replace(self._mark, step=step)
-        new = self._folder / f"{_MARK}.new"
-        new.write_text(json.dumps(asdict(self._mark)), encoding="utf-8")
-        new.replace(self._folder / _MARK)
+        write_atomic(self._folder / _MARK, json.dumps(asdict(self._mark)))
 
     def add(self, event: Event) -> None:
         self._seconds = event.get("seconds", self._seconds)
@@ -166,7 +168,11 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def code_block(content: str, language: str) -> str:
-    return f"```{language}\n{content.rstrip()}\n```"
+    """Return the content as code that it cannot end: the fence is longer than any in it, and control characters, with
+    which the renderer marks what it has done, are escaped."""
+    fences = re.findall(r"`{3,}", content)
+    fence = max((f"{found}`" for found in fences), key=len, default="```")
+    return f"{fence}{language}\n{harmless(content).rstrip()}\n{fence}"
 
 
 def _quoted(event: Event) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.files import whole_folder
+from megatron_style.base.files import atomic_folder
 from megatron_style.data.corpora import SPLITS
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.store import TokenStoreWriter, open_store, store_files
@@ -88,7 +88,7 @@ def write_held_out(source: Source, corpus: PreparedText, scale: Scale, output: P
         return
     assert corpus.vocab_size is not None
     splits: tuple[Split, ...] = ("valid", "test", "short")
-    with whole_folder(output / "held_out") as folder:
+    with atomic_folder(output / "held_out") as folder:
         for split in splits:
             origin = source.folder / ("valid" if split == "short" else split)
             tokens = scale.short_tokens if split == "short" else scale.held_out_tokens

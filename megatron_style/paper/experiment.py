@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import write_atomic
 from megatron_style.config.run import RunConfig
 from megatron_style.paper.corpus import Source, corpus_of, held_out
 from megatron_style.paper.grid import Table
@@ -87,7 +88,7 @@ def check_record(experiment: Experiment) -> None:
 def write_record(experiment: Experiment) -> None:
     record = {"scale": experiment.scale.name, "corpus": experiment.source.identity}
     experiment.output.mkdir(parents=True, exist_ok=True)
-    (experiment.output / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_atomic(experiment.output / RECORD, json.dumps(record) + "\n")
 
 
 def _read_record(path: Path) -> dict[str, str] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_style.base.events import Event, read_events
-from megatron_style.base.files import whole_folder
+from megatron_style.base.files import atomic_folder, write_atomic
 from megatron_style.data.store import open_store
 from megatron_style.paper.chart import draw
 from megatron_style.paper.experiment import Experiment
@@ -26,7 +26,7 @@ _KEPT = ("run.yaml", ORIGIN, TAKEN)
 
 def write_results(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> Path:
     """Both are made anew from what the experiment holds, so they always agree with it."""
-    with whole_folder(experiment.output / "results") as folder:
+    with atomic_folder(experiment.output / "results") as folder:
         for presented in tables:
             stem = folder / f"table{presented.table.number}"
             stem.with_suffix(".json").write_text(json.dumps(as_json(presented), indent=1) + "\n", encoding="utf-8")
@@ -34,7 +34,7 @@ def write_results(experiment: Experiment, tables: Sequence[Presented], runs: Seq
         for spec in runs:
             _keep(experiment.folder(spec), folder / "runs" / experiment.folder(spec).name)
     page = experiment.output / "results.md"
-    page.write_text(_page(experiment, tables, runs), encoding="utf-8")
+    write_atomic(page, _page(experiment, tables, runs))
     return page
 
 

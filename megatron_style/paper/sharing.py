@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_style.base.events import read_events
-from megatron_style.base.files import whole_folder
+from megatron_style.base.files import atomic_folder, write_atomic
 from megatron_style.config.run import RunConfig
 
 TAKEN = "taken_over.json"
@@ -47,9 +47,9 @@ def take_over(taker: RunConfig, donors: Iterable[RunConfig]) -> Path | None:
     assert steps is not None
     lines = (json.dumps(event) for event in read_events(donor / "metrics.jsonl") if _is_carried(event, steps))
     taker.output.path.mkdir(parents=True, exist_ok=True)
-    (taker.output.path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    (taker.output.path / TAKEN).write_text(json.dumps({"run": donor.name, "step": steps}) + "\n", encoding="utf-8")
-    with whole_folder(begun) as folder:  # last: from here on it has begun
+    write_atomic(taker.output.path / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
+    write_atomic(taker.output.path / TAKEN, json.dumps({"run": donor.name, "step": steps}) + "\n")
+    with atomic_folder(begun) as folder:  # last: from here on it has begun
         shutil.copytree(found, folder / found.name, copy_function=_link)
         (folder / "latest").write_text(found.name, encoding="utf-8")
     return found

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_style.base.command import log
+from megatron_style.base.files import write_atomic
 from megatron_style.config.run import RunConfig, save_run
 from megatron_style.paper.experiment import Experiment
 from megatron_style.paper.processes import Job, run_jobs
@@ -73,7 +74,7 @@ def _job(run: RunConfig, donors: Sequence[RunConfig], processes: int, origin: Ma
     def begin() -> None:
         if (found := take_over(run, donors)) is not None:
             log(f"{folder.name}: begins with {found.parents[1].name} at step {run.stages[0].steps}")
-        (folder / ORIGIN).write_text(json.dumps(origin) + "\n", encoding="utf-8")
+        write_atomic(folder / ORIGIN, json.dumps(origin) + "\n")
 
     output = folder / "train.out"
     return Job(f"train {folder.name}", train_command(run, processes), folder / "train.log", output, before=begin)

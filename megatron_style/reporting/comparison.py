@@ -31,6 +31,20 @@ def differences(runs: Sequence[RunHistory]) -> tuple[Difference, ...]:
     return tuple(row for row in rows if len(set(row.values)) > 1)
 
 
+def compares(run: RunHistory, other: RunHistory) -> bool:
+    """True unless the losses of the two were measured on other text, or in another vocabulary."""
+    return run.text_digest == other.text_digest or not (run.text_digest and other.text_digest)
+
+
+def by_text(runs: Sequence[RunHistory]) -> dict[str, list[RunHistory]]:
+    """Return the validated runs by what they were validated on; under "" those that did not record it."""
+    groups: dict[str, list[RunHistory]] = {}
+    for run in runs:
+        if run.held_out:
+            groups.setdefault(run.text_digest, []).append(run)
+    return groups
+
+
 def final(run: RunHistory) -> HeldOut | None:
     return next((valid for valid in reversed(run.held_out) if valid.is_finite), None)
 

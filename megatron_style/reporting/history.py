@@ -55,6 +55,7 @@ class HeldOut:
     loss: float | None
     perplexity: float | None
     by_position: tuple[float, ...]
+    text_digest: str = ""  # of what the loss was measured on; empty: not recorded
 
     @property
     def is_finite(self) -> bool:
@@ -77,6 +78,11 @@ class RunHistory:
     trained: tuple[Trained, ...]
     held_out: tuple[HeldOut, ...]
     samples: tuple[Sample, ...]
+
+    @property
+    def text_digest(self) -> str:
+        """Return what its last validation was measured on; empty if it did not record that."""
+        return self.held_out[-1].text_digest if self.held_out else ""
 
     @property
     def end(self) -> Place:
@@ -136,7 +142,8 @@ def _held_out(event: Event) -> HeldOut:
     values = tuple(map(_as_number, bands)) if isinstance(bands, list) else ()
     by_position = tuple(math.nan if value is None else value for value in values)
     loss, perplexity = _number(event, "loss"), _number(event, "perplexity")
-    return HeldOut(_place(event), loss, _perplexity(loss) if perplexity is None else perplexity, by_position)
+    return HeldOut(_place(event), loss, _perplexity(loss) if perplexity is None else perplexity, by_position,
+                   str(event.get("text_digest", "")))  # fmt: skip
 
 
 def _sample(event: Event) -> Sample:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_style.reporting import charts
 from megatron_style.reporting.bars import draw_bars
-from megatron_style.reporting.comparison import best, differences, final
+from megatron_style.reporting.comparison import best, by_text, differences, final
 from megatron_style.reporting.history import RunHistory, Sample
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.stages import stage_figures
@@ -48,7 +48,8 @@ def page(runs: Sequence[RunHistory]) -> str:
     )
     several = len(runs) > 1
     title = tag("h1", text(f"{len(runs)} runs compared" if several else runs[0].name))
-    parts = [title, runs_table(runs) if several else _figures(runs[0]), _curves(runs), _position(runs), _stages(runs)]
+    summary = join((_other_texts(runs), runs_table(runs))) if several else _figures(runs[0])
+    parts = [title, summary, _curves(runs), _position(runs), _stages(runs)]
     parts += [_matches(runs), _differences(runs)] if several else []
     body = tag("body", tag("main", *parts, _samples(runs), _run_files(runs)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -60,6 +61,22 @@ def _section(title: str, *inside: Markup, style: str = "") -> Markup:
 
 def _remark(words: str) -> Markup:
     return tag("p", text(words), class_="remark")
+
+
+def _other_texts(runs: Sequence[RunHistory]) -> Markup:
+    """Warn of losses and perplexities that do not compare, or perhaps do not."""
+    groups = by_text(runs)
+    unknown = ", ".join(run.name for run in groups.pop("", []))
+    remarks = []
+    if len(groups) > 1:
+        same = "; ".join(", ".join(run.name for run in group) for group in groups.values())
+        remarks.append(
+            f"Warning: the losses and perplexities of these runs do not compare, because they were measured on "
+            f"different held-out text or with different vocabularies. Measured on the same: {same}."
+        )
+    if unknown and len(runs) > 1:
+        remarks.append(f"Not recorded: the held-out text of {unknown}. Losses compare only on the same text.")
+    return join(tag("p", text(words), class_="warning", role="note") for words in remarks)
 
 
 def _figures(run: RunHistory) -> Markup:
@@ -95,7 +112,7 @@ def _curves(runs: Sequence[RunHistory]) -> Markup:
     )  # fmt: skip
     switch = tag("fieldset", tag("legend", text("against")), choices) if len(drawn) > 1 else Markup("")
     sheets = (tag("div", *map(_figure, figures), class_=f"charts by-{along.key}") for along, figures in drawn.items())
-    return _section("Curves", switch, _legend(runs), *sheets, _not_recorded(runs), style="curves")
+    return _section("Curves", _other_texts(runs), switch, _legend(runs), *sheets, _not_recorded(runs), style="curves")
 
 
 def _not_recorded(runs: Sequence[RunHistory]) -> Markup:
@@ -126,7 +143,9 @@ def _position(runs: Sequence[RunHistory]) -> Markup:
         "The last validation of each run; broken lines are those at the ends of its earlier stages. Without a cache "
         "the first tokens of a segment cost the most: they are predicted from almost nothing."
     )
-    return _section("Loss by place in the segment", tag("div", _figure(chart), words, class_="charts"))
+    return _section(
+        "Loss by place in the segment", _other_texts(runs), tag("div", _figure(chart), words, class_="charts")
+    )
 
 
 def _stages(runs: Sequence[RunHistory]) -> Markup:
@@ -141,9 +160,10 @@ def _matches(runs: Sequence[RunHistory]) -> Markup:
         return Markup("")
     words = _remark(
         "Between two validations the loss is taken to fall evenly. A ratio below 1: sooner than the run above itself. "
-        "A dash: never. At most: the run's first validation was better already."
+        "A dash: never. At most: the run's first validation was better already. "
+        "Other text: the two do not compare."
     )
-    return _section("Time and tokens to match", words, match_tables(runs))
+    return _section("Time and tokens to match", _other_texts(runs), words, match_tables(runs))
 
 
 def _differences(runs: Sequence[RunHistory]) -> Markup:

@@ -39,6 +39,7 @@ h3 { font-size: 1rem; font-weight: 600; margin: 1.6rem 0 .4rem; }
 p { margin: .3rem 0 .9rem; max-width: 44rem; }
 .remark, figcaption, dt, small { color: var(--muted); }
 .remark { font-size: .9rem; }
+.warning { border-left: .3rem solid; padding-left: .6rem; font-weight: 600; }
 small { font-size: .82em; }
 dl.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 1.2rem 2rem;
   margin: 1.8rem 0; }

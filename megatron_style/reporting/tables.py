@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_style.reporting.comparison import Difference, best, differences, final, loss_of, match
+from megatron_style.reporting.comparison import Difference, best, compares, differences, final, loss_of, match
 from megatron_style.reporting.history import HeldOut, RunHistory
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.stages import stage_figures
@@ -97,6 +97,8 @@ def _match_table(runs: Sequence[RunHistory], goal: Callable[[RunHistory], HeldOu
 
 
 def _match_cell(run: RunHistory, other: RunHistory, goal: float) -> Markup:
+    if not compares(run, other):
+        return tag("td", text("other text"))
     ours, theirs = match(run, goal), match(other, goal)
     if ours is None or theirs is None:
         return tag("td", text("-"))

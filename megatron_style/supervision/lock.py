@@ -49,11 +49,19 @@ class FolderLock:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._made_folder = True
             try:
-                with self._path.open("x", encoding="utf-8") as file:
-                    file.write(self._me)
+                self._create()
                 return None
             except FileExistsError:  # someone was quicker
                 continue
+
+    def _create(self) -> None:
+        with self._path.open("x", encoding="utf-8") as file:
+            try:
+                file.write(self._me)
+                file.flush()
+            except OSError:  # a full disk
+                self._path.unlink()
+                raise
 
     def clear(self) -> str | None:
         """Remove the lock of a dead owner; of a living one, say who it is."""

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from megatron_style.base.files import write_atomic
 from megatron_style.supervision.process import Process
 
 Phase = Literal["preflight", "training", "evaluating", "saving", "ended", "failed"]
@@ -126,6 +127,4 @@ def _is_sound(record: RankRecord) -> bool:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(data) + "\n", encoding="utf-8")
-    new.replace(path)
+    write_atomic(path, json.dumps(data) + "\n")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_style.base.command import run_command
-from megatron_style.base.errors import UserError
+from megatron_style.base.command import log, run_command, say, show, show_table
+from megatron_style.base.errors import UserError, harmless
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"])
@@ -32,3 +33,36 @@ def test_a_log_that_goes_to_a_full_disk_ends_nothing() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True)
     assert done.stdout == "done\n"
+
+
+HOSTILE = "a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"
+ESCAPED = r"a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_only_control_characters_are_escaped() -> None:
+    assert harmless(HOSTILE) == ESCAPED
+    kept = "two\nlines,\ta tab, \u00a0\u3000\u200d and \u00e9\u4e2d"
+    assert harmless(kept) == kept
+    assert harmless("\udc80") == r"\udc80"
+
+
+def test_messages_cannot_act_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor when somebody looks at a log later."""
+    log(f"warning: {HOSTILE}")
+    assert capsys.readouterr().err == f"warning: {ESCAPED}\n"
+
+
+def test_results_cannot_act_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program gets them as they are."""
+    for stream, told in ((FakeTerminal(), ESCAPED), (io.StringIO(), HOSTILE)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        say(HOSTILE)
+        show({"output": HOSTILE}, as_json=False)
+        show_table(("name", "tokens"), [(HOSTILE, 1)])
+        assert stream.getvalue().count(told) == 3
+        assert ("\x1b" in stream.getvalue()) == (told == HOSTILE)

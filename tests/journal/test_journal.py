@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from megatron_style.config.run import RunConfig
@@ -19,6 +21,7 @@ from megatron_style.engine.engine import TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal import metrics_file as metrics
 from megatron_style.journal.journal import Journal
+from megatron_style.journal.tensorboard import code_block
 from megatron_style.journal.work import _NAMES, Work, peak_flops
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.flops import training_flops_per_token
@@ -41,7 +44,7 @@ LINES = {
 KEYS = {
     "stage": "index segment_length cache_length rows micro_rows tokens seconds flops flops_per_token opens",
     "train": " ".join(LINES["train"]),
-    "valid": "loss perplexity tokens seconds flops by_position",
+    "valid": "loss perplexity tokens seconds flops by_position text_digest",
     "sample": "tokens prompt text",
     "stage_end": "index tokens stage_tokens stage_seconds",
 }
@@ -286,3 +289,21 @@ def test_a_peak_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 PCIe")
     assert peak_flops(gpu, torch.bfloat16, ranks=8) is None
     assert set(_NAMES.values()) <= set(GPUS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\n# a heading\n[a link](https://example.org)\n<b>bold</b>\n",
+        "`````\n\n````\n# a heading\n```\n<b>bold</b>",
+        "~~~\n```\n\n# a heading\n\n~~~\n[a link](https://example.org)",
+        "\x02wzxhzdk:0\x03\r```\r# a heading\x1b[2J",
+        "    ```\n<b>bold</b>",
+    ],
+)
+def test_a_sample_cannot_leave_its_code_block(text: str) -> None:
+    """As TensorBoard itself renders it."""
+    page = markdown_to_safe_html(f"{code_block(text, '')}\n\ngoes on:\n\n{code_block('the end', '')}")
+    outside = re.sub(r"<pre><code>.*?</code></pre>", "", page, flags=re.DOTALL)
+    assert outside.split() == ["<p>goes", "on:</p>"]
+    assert not set(page) & {"\x02", "\x03", "\x1b", "\r"}

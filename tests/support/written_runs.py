@@ -32,6 +32,7 @@ class WrittenRun:
     flops_per_token: float = 6.4e8
     seed: int = 1
     cache: bool = True
+    text_digest: str = ""  # of the held-out text; empty: of a run that did not record it
 
 
 SHORTFORMER = WrittenRun((WrittenStage(128, 1200, 21_000), WrittenStage(512, 800, 16_500, 5 * 2**30)), floor=2.86)
@@ -104,6 +105,8 @@ def validation(run: WrittenRun, step: int, seconds: float, chance: random.Random
     early = 0.2 if run.cache else 1.1  # without a cache the first tokens of a segment see nothing
     bands = [loss - early / 6 + early * math.exp(-band / 2) for band in range(16)]
     held_out: Event = {"loss": loss, "perplexity": math.exp(loss), "by_position": bands}
+    if run.text_digest:
+        held_out["text_digest"] = run.text_digest
     yield {"kind": "valid", "step": step, **held_out, **totals(run, step, seconds)}
     story = (
         f" after {step} steps < & > the Congress of the United States shall be called upon to consider the condition"

@@ -1,0 +1,47 @@
+"""Find a loss that stands out of those before it, before it becomes an update."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_style.config.run import SpikeConfig
+from megatron_style.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Spike:
+    loss: float
+    median: float  # of the losses before it
+    action: str
+
+    def __str__(self) -> str:
+        return f"the loss {self.loss:.4f} is {self.loss / self.median:.1f} times its running median {self.median:.4f}"
+
+
+def find_spike(config: SpikeConfig, before: tuple[float, ...], loss: float) -> Spike | None:
+    """Return the spike that this loss is, if it is one. Nothing is judged before there is a full window, and a loss
+    that is not finite is left to the check of the gradients."""
+    window = before[-config.window :]  # it may be shorter since the run was resumed
+    if len(window) < config.window or not math.isfinite(loss):
+        return None
+    median = statistics.median(window)
+    return Spike(loss, median, config.action) if loss > config.factor * median else None
+
+
+def extend_window(config: SpikeConfig, before: tuple[float, ...], loss: float) -> tuple[float, ...]:
+    """Return the window with this loss in it. A spike is added too: it hardly moves a median, and a loss that stays
+    high becomes the new median after half a window."""
+    return (*before, loss)[-config.window :] if math.isfinite(loss) else before
+
+
+def loss_of_all_ranks(share: Tensor, topology: Topology) -> float:
+    """Return the loss of the step, the same number on every rank. Shards of a row may round differently: the first
+    tensor rank decides."""
+    summed = topology.data.sum(share)
+    decides = topology.tensor.rank == 0
+    return topology.tensor.sum(summed if decides else torch.zeros_like(summed)).item()
