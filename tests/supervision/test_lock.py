@@ -66,6 +66,16 @@ def test_a_dead_owner_of_this_host_is_noticed_at_once(path: Path) -> None:
     assert FolderLock(path).take() is None
 
 
+def test_a_killed_owner_that_nobody_reaped_is_gone(path: Path) -> None:
+    """In a container whose first process reaps nobody it stays a zombie."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    held_by(path, replace(this_process(), pid=child.pid, started=started_at(child.pid)))
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert FolderLock(path).take() is None
+    child.wait()
+
+
 def test_a_pid_that_was_given_to_another_process_is_not_the_owner(path: Path) -> None:
     held_by(path, replace(this_process(), started=this_process().started - 1))
     assert FolderLock(path).take() is None
