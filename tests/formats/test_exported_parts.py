@@ -1,0 +1,77 @@
+"""The exported code for transformers stands alone, so it says again what the model says. It is compared part by part:
+where one of the two changes, the part that differs is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_style.config.model import ModelFolderConfig
+from megatron_style.formats import huggingface
+from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+from megatron_style.formats.source import ModelSource
+from megatron_style.model.shortformer import Shortformer
+from tests.support.tiny import tiny_config, tiny_model, weights_of
+
+SEGMENTS = 3
+
+
+def watch(module: nn.Module, seen: dict[str, list[Tensor]]) -> None:
+    """Keep what the first block reads and what every block gives, segment by segment."""
+
+    def keep(name: str, values: Tensor) -> None:
+        seen.setdefault(name, []).append(values.detach())
+
+    first, *_ = module.blocks
+    first.register_forward_pre_hook(lambda _, inputs: keep("enter", inputs[0]))
+    for index, block in enumerate(module.blocks):
+        name = f"blocks.{index}"
+        block.register_forward_hook(
+            lambda _, __, output, name=name: keep(name, output if isinstance(output, Tensor) else output[0])
+        )
+
+
+@torch.no_grad()
+def parts_of_ours(model: Shortformer, config: ModelFolderConfig, ids: Tensor) -> dict[str, Tensor]:
+    seen: dict[str, list[Tensor]] = {}
+    watch(model, seen)
+    memory = model.empty_memory(1, config.cache_length)
+    for segment in ids.split(config.segment_length, 1):
+        features, memory = model.features(segment, memory)
+        seen.setdefault("vocabulary", []).append(model.vocabulary.log_probs(features[0])[None])
+    return {name: torch.cat(parts, 1) for name, parts in seen.items()}
+
+
+@torch.no_grad()
+def parts_of_theirs(model: ShortformerForCausalLM, ids: Tensor) -> dict[str, Tensor]:
+    seen: dict[str, list[Tensor]] = {}
+    watch(model, seen)
+    logits = model(ids).logits
+    return {name: torch.cat(parts, 1) for name, parts in seen.items()} | {"vocabulary": logits.log_softmax(-1)}
+
+
+@pytest.mark.parametrize("kind", ["adaptive", "tied", "untied"])
+@pytest.mark.parametrize("positions", ["added", "infused"])
+def test_every_part_computes_the_same(tmp_path: Path, kind: str, positions: str) -> None:
+    config = tiny_config(kind, positions=positions)
+    ours = tiny_model(config, torch.float32)
+    weights = weights_of(ours)
+    huggingface.write(tmp_path / "model", ModelSource(tmp_path, config, weights.__getitem__, lambda: None))
+    theirs = ShortformerForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (1, SEGMENTS * config.segment_length), generator=generator)
+    wanted = parts_of_ours(ours.double(), config, ids)
+    found = parts_of_theirs(theirs, ids)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(
+            found[name], wanted[name], atol=1e-9, rtol=0, msg=lambda told, name=name: f"{name}: {told}"
+        )
+
+
+def test_unknown_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions is 'rotary'"):
+        ShortformerForCausalLM.config_class(positions="rotary")
