@@ -15,17 +15,13 @@ from megatron_style.base.command import add_json_flag, command_parser, log, run_
 from megatron_style.base.errors import UserError
 from megatron_style.data.workers import usable_cpus
 from megatron_style.paper.corpus import check_test_split, find_source, write_held_out
-from megatron_style.paper.evaluating import evaluate_all
-from megatron_style.paper.experiment import Experiment, check_record, write_record
-from megatron_style.paper.grid import Table
-from megatron_style.paper.page import write_results
-from megatron_style.paper.presentation import Presented, as_json, present
-from megatron_style.paper.processes import Job, run_jobs
-from megatron_style.paper.results import findings_of
+from megatron_style.paper.experiment import Experiment, check_record, findings_of, write_record
+from megatron_style.paper.jobs import Job, evaluate_all, run_jobs, train_all, train_command, write_run_files
+from megatron_style.paper.measures import Table
+from megatron_style.paper.page import Presented, as_json, present, write_results
 from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.scale import SCALES, scale_named
 from megatron_style.paper.tables import table
-from megatron_style.paper.training import train_all, train_command, write_run_files
 
 TABLES = range(1, 13)
 

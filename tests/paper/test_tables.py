@@ -9,19 +9,21 @@ import pytest
 
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.paper.memory import PlannedStage
-from megatron_style.paper.paper import FILE, paper_table
 from megatron_style.paper.runs import ROOT, PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import SCALES, Scale
-from megatron_style.paper.subjects import (
+from megatron_style.paper.tables import (
     BASELINE,
     CACHE_NO_PIA,
+    FILE,
     PIA_CACHE,
     PIA_NO_CACHE,
     PIA_NO_CACHE_UNSHUFFLED,
     SHORTFORMER,
     STAGED,
+    all_tables,
+    paper_table,
+    table,
 )
-from megatron_style.paper.tables import all_tables, table
 
 FIGURES = ROOT.parent / "shared" / "paper" / "tables.json"
 CORPUS = PreparedText(Path("data/train"), Path("data/valid"), vocab_size=8192)
