@@ -18,11 +18,11 @@ from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
-from megatron_style.paper.corpus import Source, corpus_of, held_out
+from megatron_style.paper.corpus import Source, check_test_split, corpus_of, find_source, held_out
 from megatron_style.paper.measures import Evaluation, Figures, Findings, Measured, RunResult, Subject, Table
 from megatron_style.paper.memory import LargestBatch, PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
-from megatron_style.paper.scale import Scale
+from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.tables import all_tables
 from megatron_style.reporting.history import read_run
 
@@ -31,7 +31,7 @@ RECORD = "reproduction.json"
 
 @dataclass(frozen=True)
 class Experiment:
-    scale: Scale
+    scale: ExperimentScale
     source: Source
     output: Path
     seeds: int
@@ -59,6 +59,10 @@ class Experiment:
     def tables(self) -> tuple[Table, ...]:
         return tuple(table.at(self.scale) for table in all_tables())
 
+    def runs_of(self, tables: Sequence[Table]) -> list[RunSpec]:
+        """Return every run of the tables, with all seeds."""
+        return list(self.seeded([spec for table in tables for spec in table.needs()]))
+
     def seeded(self, specs: Sequence[RunSpec]) -> Iterator[RunSpec]:
         """Each run once, though specs of two texts may be one run here."""
         seen = set()
@@ -67,6 +71,21 @@ class Experiment:
                 if (folder := self.folder(spec.with_seed(seed))) not in seen:
                     seen.add(folder)
                     yield spec.with_seed(seed)
+
+
+def open_experiment(
+    scale: ExperimentScale, tables: Sequence[Table], *, corpus: Path | None, output: Path, seeds: int | None
+) -> Experiment:
+    """Refuse what could not be measured before anything is written."""
+    texts = {spec.text for table in tables for spec in table.needs()}
+    if scale.is_paper and len(texts) > 1:
+        raise UserError("--table: 11 and 12 are of Toronto Books, the others of WikiText-103; use a folder for each")
+    source = find_source(corpus, scale, sorted(texts), output)
+    if any(table.needs_test_split for table in tables):
+        check_test_split(source)
+    experiment = Experiment(scale, source, output, seeds or scale.seeds)
+    check_record(experiment)
+    return experiment
 
 
 def check_record(experiment: Experiment) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,13 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_style.base.command import log
-from megatron_style.base.errors import RunFailed
+from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.config.run import RunConfig, save_run
 from megatron_style.data.store import store_files
 from megatron_style.data.text import file_digest
-from megatron_style.paper.experiment import Experiment, kept_evaluation
-from megatron_style.paper.measures import Evaluation
+from megatron_style.data.workers import usable_cpus
+from megatron_style.paper.corpus import write_held_out
+from megatron_style.paper.experiment import Experiment, kept_evaluation, write_record
+from megatron_style.paper.measures import Evaluation, Table
 from megatron_style.paper.runs import ROOT, RunSpec
+from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.sharing import begins_like, checkpoint_for, take_over
 
 ORIGIN = "origin.json"
@@ -106,6 +110,71 @@ def _finish(job: Job, code: int) -> None:
     job.after()
 
 
+def jobs_at_once(wanted: int | None, scale: ExperimentScale, *, has_gpus: bool) -> int:
+    """Return how many runs go at once on this machine, which must be one that can run them."""
+    if scale.processes > 1 and not has_gpus:
+        raise UserError(
+            f"--scale {scale.name}: needs {scale.processes} GPUs, and there are none here; "
+            f"--emit prints the commands for a machine that has them"
+        )
+    if scale.processes > 1 and wanted not in (None, 1):
+        raise UserError(f"--jobs {wanted}: runs of {scale.processes} processes go one at a time; leave it out")
+    return wanted or (1 if has_gpus else usable_cpus())
+
+
+def measure(experiment: Experiment, tables: Sequence[Table], *, at_once: int) -> None:
+    """Prepare the corpus, train and evaluate: all that the tables need and that has not been done."""
+    write_record(experiment)
+    specs = experiment.runs_of(tables)
+    if not specs:
+        return
+    threads = _threads_each(at_once)
+    _prepare(experiment)
+    train_all(experiment, specs, at_once=at_once, threads=threads)
+    evaluate_all(experiment, _needed_evaluations(experiment, tables), at_once=at_once, threads=threads)
+
+
+def emit(experiment: Experiment, tables: Sequence[Table]) -> list[tuple[str, ...]]:
+    """Write the run files and return the commands, for another machine to run. Every run is trained from its first
+    step: those that could begin with another's checkpoint give the same either way."""
+    source = experiment.source
+    specs = [spec for spec in experiment.runs_of(tables) if not experiment.is_finished(spec)]
+    if specs and not source.is_ready and not experiment.scale.is_paper:
+        raise UserError(f"--emit: {source.folder} must be prepared first: {shlex.join(source.prepare or ())}")
+    write_record(experiment)
+    if source.is_ready and specs:
+        write_held_out(source, experiment.corpus, experiment.scale, experiment.output)  # the runs validate on it
+    write_run_files(experiment, specs)
+    commands = [source.prepare or ()] if specs and not source.is_ready else []
+    return commands + [train_command(experiment.config(spec), experiment.scale.processes) for spec in specs]
+
+
+def _threads_each(at_once: int) -> int:
+    """More threads than idle cores wait for one another: who knows of other work sets the variable."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() and int(given) else max(1, usable_cpus() // at_once)
+
+
+def _prepare(experiment: Experiment) -> None:
+    source, output = experiment.source, experiment.output
+    if not source.is_ready:
+        assert source.prepare is not None
+        job = Job("prepare the corpus", source.prepare, output / "prepare.log", output / "prepare.out")
+        run_jobs([job], at_once=1, threads=usable_cpus())
+    write_held_out(source, experiment.corpus, experiment.scale, output)
+
+
+def _needed_evaluations(experiment: Experiment, tables: Sequence[Table]) -> list[tuple[RunSpec, Evaluation]]:
+    """Return each once, by folder: tables share runs."""
+    found: dict[tuple[Path, Evaluation], tuple[RunSpec, Evaluation]] = {}
+    for table in tables:
+        for spec, evaluations in table.needs().items():
+            for seeded in experiment.seeded([spec]):
+                for evaluation in sorted(evaluations, key=lambda each: each.name):
+                    found[experiment.folder(seeded), evaluation] = (seeded, evaluation)
+    return list(found.values())
+
+
 def train_command(run: RunConfig, processes: int) -> tuple[str, ...]:
     words: tuple[str, ...] = (sys.executable, "-m")
     if processes > 1:
@@ -129,7 +198,7 @@ def train_all(experiment: Experiment, specs: Sequence[RunSpec], *, at_once: int,
     """What is finished is left alone. Runs that can begin where another's first stage ends wait for it."""
     todo = [spec for spec in specs if not experiment.is_finished(spec)]
     write_run_files(experiment, todo)
-    donors = [experiment.config(spec) for spec in _possible_donors(experiment)]
+    donors = [experiment.config(spec) for spec in experiment.runs_of(experiment.tables())]
     now, later = waves([experiment.config(spec) for spec in todo], donors)
     origin = {"commit": commit(), "cores": os.cpu_count(), "at_once": at_once, "threads": threads}
     for wave in (now, later):
@@ -146,11 +215,6 @@ def waves(runs: Sequence[RunConfig], donors: Sequence[RunConfig]) -> tuple[list[
         waits = not is_saved and any(begins_like(run, other) for other in now)
         (later if waits else now).append(run)
     return now, later
-
-
-def _possible_donors(experiment: Experiment) -> list[RunSpec]:
-    specs = [spec for table in experiment.tables() for spec in table.needs()]
-    return list(experiment.seeded(specs))
 
 
 def _training_job(run: RunConfig, donors: Sequence[RunConfig], processes: int, origin: Mapping[str, object]) -> Job:

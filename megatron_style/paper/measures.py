@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from megatron_style.paper.memory import LargestBatch, PlannedStage
 from megatron_style.paper.runs import RunSpec
-from megatron_style.paper.scale import Scale
+from megatron_style.paper.scale import ExperimentScale
 from megatron_style.reporting.comparison import final, loss_of, match
 from megatron_style.reporting.history import RunHistory
 
@@ -151,7 +151,7 @@ class Table:
     rows: tuple[Row, ...]
     baseline: RunSpec | None = None  # what shares are shares of
 
-    def at(self, scale: Scale) -> Table:
+    def at(self, scale: ExperimentScale) -> Table:
         """Only the rows that the scale has."""
         kept = (row for row in self.rows if not isinstance(row.subject, RunSpec) or row.subject.is_in(scale))
         return replace(self, rows=tuple(kept))
@@ -165,6 +165,11 @@ class Table:
                 evaluations = frozenset(evaluation for measure in needed for evaluation in measure.needs)
                 found[row.subject] = found.get(row.subject, frozenset()) | evaluations
         return found
+
+    @property
+    def needs_test_split(self) -> bool:
+        needed = frozenset[Evaluation]().union(*self.needs().values())
+        return any(evaluation.split == "test" for evaluation in needed)
 
 
 @dataclass(frozen=True)

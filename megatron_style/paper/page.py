@@ -18,7 +18,7 @@ from megatron_style.base.events import Event, read_events
 from megatron_style.base.files import whole_folder
 from megatron_style.data.store import open_store
 from megatron_style.paper.claims import Claim, Outcome, claims_of
-from megatron_style.paper.experiment import Experiment
+from megatron_style.paper.experiment import Experiment, findings_of
 from megatron_style.paper.jobs import ORIGIN
 from megatron_style.paper.measures import Figures, Findings, Row, Table, short
 from megatron_style.paper.runs import RunSpec
@@ -136,7 +136,23 @@ def _draw_column(axes: Axes, presented: Presented, index: int) -> None:
     axes.grid(alpha=0.3)
 
 
-def write_results(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> Path:
+@dataclass(frozen=True)
+class Results:
+    page: Path
+    tables: tuple[Presented, ...]  # those that were asked for
+
+
+def write_results(experiment: Experiment, tables: Sequence[Table]) -> Results:
+    """Write the page, with every table that is complete by now, and return the tables that were asked for."""
+    known = experiment.tables()
+    found = findings_of(experiment, known)
+    presented = (present(table, found) for table in known)
+    runs = [spec for spec in experiment.runs_of(known) if experiment.is_finished(spec)]
+    page = _write_page(experiment, [each for each in presented if each.is_complete], runs)
+    return Results(page, tuple(present(table, found) for table in tables))
+
+
+def _write_page(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> Path:
     """Both are made anew from what the experiment holds, so they always agree with it."""
     with whole_folder(experiment.output / "results") as folder:
         for presented in tables:

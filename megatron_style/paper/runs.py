@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from megatron_style.config.run import RunConfig
 from megatron_style.config.yaml_file import read_yaml
-from megatron_style.paper.scale import ModelSize, Scale
+from megatron_style.paper.scale import ExperimentScale, ModelSize
 
 ROOT = Path(__file__).parents[2]
 Model = Literal[
@@ -34,7 +34,7 @@ class RunSpec:
     def with_seed(self, seed: int) -> RunSpec:
         return replace(self, seed=seed)
 
-    def is_in(self, scale: Scale) -> bool:
+    def is_in(self, scale: ExperimentScale) -> bool:
         lengths = {self.length, self.first_length or self.length}
         return lengths <= set(scale.lengths) and (not self.first_length or self.first_epochs in scale.first_epochs)
 
@@ -48,7 +48,7 @@ class PreparedText:
     vocab_size: int | None  # None: not prepared yet
 
 
-def run_name(spec: RunSpec, scale: Scale) -> str:
+def run_name(spec: RunSpec, scale: ExperimentScale) -> str:
     """By content: two tables that need the same run find the same folder; the digest tells other recipes apart."""
     stages = _stages(spec, scale)
     parts = "-".join(f"L{stage['segment_length']}x{_extent(stage)}" for stage in stages)
@@ -57,7 +57,7 @@ def run_name(spec: RunSpec, scale: Scale) -> str:
     return f"{spec.model}-{parts}-seed{spec.seed}-{digest}"
 
 
-def run_config(spec: RunSpec, scale: Scale, corpus: PreparedText, folder: Path) -> RunConfig:
+def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, folder: Path) -> RunConfig:
     """The paper's run file of this model, with what the scale changes."""
     data = _recipe(spec, scale)
     data["data"] |= {"train": str(corpus.train), "valid": str(corpus.valid)}
@@ -79,7 +79,7 @@ def run_config(spec: RunSpec, scale: Scale, corpus: PreparedText, folder: Path) 
     return RunConfig.parse(data, source=str(folder / "run.yaml"))
 
 
-def _recipe(spec: RunSpec, scale: Scale) -> dict[str, Any]:
+def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     """All of the run but the corpus, which is one for a whole folder of runs, and what is recorded."""
     data = _paper_file(spec, scale)
     data["stages"], data["seed"] = _stages(spec, scale), spec.seed
@@ -94,7 +94,7 @@ def _recipe(spec: RunSpec, scale: Scale) -> dict[str, Any]:
     return data
 
 
-def _paper_file(spec: RunSpec, scale: Scale) -> dict[str, Any]:
+def _paper_file(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     """Away from the paper's scale all tables are of one corpus, so that their runs can be shared."""
     if scale.is_paper and spec.text == "tbc":
         return read_yaml(ROOT / "run_configs" / f"tbc_{_books_name(spec)}.yaml")
@@ -106,7 +106,7 @@ def _books_name(spec: RunSpec) -> str:
     return staged[spec.model] if spec.first_length else spec.model
 
 
-def _stages(spec: RunSpec, scale: Scale) -> list[dict[str, Any]]:
+def _stages(spec: RunSpec, scale: ExperimentScale) -> list[dict[str, Any]]:
     if scale.is_paper and spec.text == "tbc":  # extents as its files have them: in tokens and epochs
         stages: list[dict[str, Any]] = _paper_file(spec, scale)["stages"]
         stages[-1] |= _stage(spec.length, scale)
@@ -118,7 +118,7 @@ def _stages(spec: RunSpec, scale: Scale) -> list[dict[str, Any]]:
     return [_stage(spec.first_length, scale) | {"steps": first}, last]
 
 
-def _stage(paper_length: int, scale: Scale) -> dict[str, Any]:
+def _stage(paper_length: int, scale: ExperimentScale) -> dict[str, Any]:
     long = {"micro_rows": 1} if scale.is_paper and paper_length == 3072 else {}  # one row at once fits 32 GB
     return {"segment_length": scale.length(paper_length)} | long
 
