@@ -28,11 +28,12 @@ from megatron_style.data.workers import usable_cpus
 from megatron_style.paper.corpus import write_held_out
 from megatron_style.paper.experiment import Experiment, kept_evaluation, write_record
 from megatron_style.paper.measures import Evaluation, Table
-from megatron_style.paper.runs import ROOT, RunSpec
+from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.sharing import begins_like, checkpoint_for, take_over
 
 ORIGIN = "origin.json"
+_ROOT = Path(__file__).parents[2]  # the folder that has the package: a checkout, or site-packages
 _LOOK_SECONDS, _LEAVE_SECONDS = 0.1, 60.0
 
 
@@ -96,7 +97,7 @@ def _ended_at_last(running: Collection[subprocess.Popen[bytes]]) -> Iterator[Non
 def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
     for file in (job.log, job.output):
         file.parent.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     with job.log.open("ab") as errors, job.output.open("wb") as results:
         return subprocess.Popen(job.command, stdin=subprocess.DEVNULL, stdout=results, stderr=errors, env=environment)
@@ -231,7 +232,9 @@ def _training_job(run: RunConfig, donors: Sequence[RunConfig], processes: int, o
 
 def commit() -> str | None:
     """Of the code, where it is a checkout; with a mark if files were changed since."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    if not (_ROOT / ".git").exists():  # a checkout around an installed package is of other code
+        return None
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

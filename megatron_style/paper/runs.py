@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_style.config.run import RunConfig
+from megatron_style.config.shipped import shipped_file
 from megatron_style.config.yaml_file import read_yaml
 from megatron_style.paper.scale import ExperimentScale, ModelSize
 
-ROOT = Path(__file__).parents[2]
 Model = Literal[
     "baseline", "pia_cache", "ablation_pia_no_cache", "ablation_pia_no_cache_unshuffled", "ablation_cache_no_pia"
 ]
@@ -71,9 +70,7 @@ def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, fold
         "keep_every": scale.keep_every,
         "keep_last": 1,
     }
-    if scale.is_paper:
-        data["deepspeed"] = os.path.relpath(ROOT / data["deepspeed"])
-    else:
+    if not scale.is_paper:
         assert corpus.vocab_size is not None
         data["model"]["vocabulary"]["cutoffs"] = _cutoffs(corpus.vocab_size)
     return RunConfig.parse(data, source=str(folder / "run.yaml"))
@@ -97,8 +94,8 @@ def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
 def _paper_file(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     """Away from the paper's scale all tables are of one corpus, so that their runs can be shared."""
     if scale.is_paper and spec.text == "tbc":
-        return read_yaml(ROOT / "run_configs" / f"tbc_{_books_name(spec)}.yaml")
-    return read_yaml(ROOT / "run_configs" / f"wikitext103_{spec.model}.yaml")
+        return read_yaml(shipped_file(f"run_configs/tbc_{_books_name(spec)}.yaml"))
+    return read_yaml(shipped_file(f"run_configs/wikitext103_{spec.model}.yaml"))
 
 
 def _books_name(spec: RunSpec) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.paper.memory import PlannedStage
-from megatron_style.paper.runs import ROOT, PreparedText, RunSpec, run_config, run_name
+from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import SCALES, ExperimentScale
 from megatron_style.paper.tables import (
     BASELINE,
@@ -24,6 +24,7 @@ from megatron_style.paper.tables import (
     paper_table,
     table,
 )
+from tests.support.launch import ROOT
 
 FIGURES = ROOT.parent / "shared" / "paper" / "tables.json"
 CORPUS = PreparedText(Path("data/train"), Path("data/valid"), vocab_size=8192)
