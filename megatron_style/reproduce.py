@@ -1,4 +1,4 @@
-"""The paper's tables, measured at any scale, beside the paper's. docs/reproducing.md is the guide.
+"""The paper's tables, measured at any scale, next to the paper's own figures. docs/reproducing.md is the guide.
 
 python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_tables
 """
@@ -6,43 +6,34 @@ python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_ta
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_style.base.command import add_json_flag, command_parser, log, run_command, say, show, show_table
 from megatron_style.base.errors import UserError
-from megatron_style.data.workers import usable_cpus
-from megatron_style.paper.corpus import check_test_split, find_source, write_held_out
-from megatron_style.paper.evaluating import evaluate_all
-from megatron_style.paper.experiment import Experiment, check_record, write_record
-from megatron_style.paper.grid import Table
-from megatron_style.paper.page import write_results
-from megatron_style.paper.presentation import Presented, as_json, present
-from megatron_style.paper.processes import Job, run_jobs
-from megatron_style.paper.results import findings_of
-from megatron_style.paper.runs import RunSpec
+from megatron_style.paper.experiment import Experiment, open_experiment
+from megatron_style.paper.jobs import emit, jobs_at_once, measure
+from megatron_style.paper.page import Presented, Results, as_json, write_results
 from megatron_style.paper.scale import SCALES, scale_named
 from megatron_style.paper.tables import table
-from megatron_style.paper.training import train_all, train_command, write_run_files
 
 TABLES = range(1, 13)
 
 
 def main() -> None:
     args = parse_args()
-    experiment, tables = open_experiment(args)
-    specs = list(experiment.seeded([spec for table in tables for spec in table.needs()]))
+    check(args)
+    scale = scale_named(args.scale)
+    tables = [table(number).at(scale) for number in dict.fromkeys(args.table)]
+    experiment = open_experiment(scale, tables, corpus=args.corpus, output=args.output, seeds=args.seeds)
     if args.emit:
-        emit(experiment, specs, args)
+        show_commands(emit(experiment, tables), as_json=args.json)
         return
-    at_once = jobs_at_once(args.jobs, experiment) if specs else 1
-    write_record(experiment)
-    if specs:
-        prepare(experiment)
-        work(experiment, tables, specs, at_once=at_once, threads=threads_each(at_once))
-    deliver(experiment, tables, as_json=args.json)
+    needs_runs = bool(experiment.runs_of(tables))
+    at_once = jobs_at_once(args.jobs, scale, has_gpus=has_gpus()) if needs_runs else 1
+    measure(experiment, tables, at_once=at_once)
+    show_results(experiment, write_results(experiment, tables), in_json=args.json)
 
 
 def parse_args() -> argparse.Namespace:
@@ -66,106 +57,43 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def open_experiment(args: argparse.Namespace) -> tuple[Experiment, list[Table]]:
-    for flag in ("seeds", "jobs"):
-        if getattr(args, flag) is not None and getattr(args, flag) < 1:
-            raise UserError(f"--{flag} is {getattr(args, flag)}; it must be at least 1")
+def check(args: argparse.Namespace) -> None:
+    for flag, count in (("seeds", args.seeds), ("jobs", args.jobs)):
+        if count is not None and count < 1:
+            raise UserError(f"--{flag} is {count}; it must be at least 1")
     if args.output.exists() and not args.output.is_dir():
         raise UserError(f"--output {args.output}: is a file; expected a folder, or a name for a new one")
-    scale = scale_named(args.scale)
-    tables = [table(number).at(scale) for number in dict.fromkeys(args.table)]
-    needs = [(spec, evaluation) for table in tables for spec, found in table.needs().items() for evaluation in found]
-    texts = {spec.text for table in tables for spec in table.needs()}
-    if scale.is_paper and len(texts) > 1:
-        raise UserError("--table: 11 and 12 are of Toronto Books, the others of WikiText-103; use a folder for each")
-    source = find_source(args.corpus, scale, sorted(texts), args.output)
-    if any(evaluation.split == "test" for _, evaluation in needs):
-        check_test_split(source)
-    experiment = Experiment(scale, source, args.output, args.seeds or scale.seeds)
-    check_record(experiment)
-    return experiment, tables
 
 
-def jobs_at_once(wanted: int | None, experiment: Experiment) -> int:
+def has_gpus() -> bool:
     from megatron_style.hosts.launcher import accelerator  # torch takes a second, and is needed only here
 
-    has_gpus, processes = accelerator().type != "cpu", experiment.scale.processes
-    if processes > 1 and not has_gpus:
-        raise UserError(
-            f"--scale {experiment.scale.name}: needs {processes} GPUs, and there are none here; "
-            f"--emit prints the commands for a machine that has them"
-        )
-    if processes > 1 and wanted not in (None, 1):
-        raise UserError(f"--jobs {wanted}: runs of {processes} processes go one at a time; leave it out")
-    return wanted or (1 if has_gpus else usable_cpus())
+    return accelerator().type != "cpu"
 
 
-def threads_each(at_once: int) -> int:
-    """More threads than idle cores wait for one another: who knows of other work sets the variable."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else max(1, usable_cpus() // at_once)
-
-
-def prepare(experiment: Experiment) -> None:
-    source, output = experiment.source, experiment.output
-    if not source.is_ready:
-        assert source.prepare is not None
-        run_jobs(
-            [Job("prepare the corpus", source.prepare, output / "prepare.log", output / "prepare.out")],
-            at_once=1,
-            threads=usable_cpus(),
-        )
-    write_held_out(source, experiment.corpus, experiment.scale, output)
-
-
-def work(
-    experiment: Experiment, tables: Sequence[Table], specs: Sequence[RunSpec], *, at_once: int, threads: int
-) -> None:
-    train_all(experiment, specs, at_once=at_once, threads=threads)
-    needs = {
-        (experiment.folder(seeded), evaluation): (seeded, evaluation)
-        for table in tables
-        for spec, evaluations in table.needs().items()
-        for seeded in experiment.seeded([spec])
-        for evaluation in sorted(evaluations, key=lambda each: each.name)
-    }  # tables share runs: by folder, so that none is evaluated twice
-    evaluate_all(experiment, list(needs.values()), at_once=at_once, threads=threads)
-
-
-def emit(experiment: Experiment, specs: Sequence[RunSpec], args: argparse.Namespace) -> None:
-    """Every run whole: those that could begin with another's checkpoint give the same either way."""
-    source = experiment.source
-    specs = [spec for spec in specs if not experiment.is_finished(spec)]
-    if specs and not source.is_ready and not experiment.scale.is_paper:
-        raise UserError(f"--emit: {source.folder} must be prepared first: {shlex.join(source.prepare or ())}")
-    write_record(experiment)
-    if source.is_ready and specs:
-        write_held_out(source, experiment.corpus, experiment.scale, experiment.output)  # the runs validate on it
-    write_run_files(experiment, specs)
-    commands = [source.prepare or ()] if specs and not source.is_ready else []
-    commands += [train_command(experiment.config(spec), experiment.scale.processes) for spec in specs]
-    if args.json:
-        show({"commands": [shlex.join(command) for command in commands]}, as_json=True)
+def show_commands(commands: Sequence[Sequence[str]], *, as_json: bool) -> None:
+    lines = [shlex.join(command) for command in commands]
+    if as_json:
+        show({"commands": lines}, as_json=True)
         return
-    for command in commands:
-        say(f"{shlex.join(command)}\n")
+    for line in lines:
+        say(f"{line}\n")
     log("then the same command without --emit evaluates the models and makes the tables")
 
 
-def deliver(experiment: Experiment, tables: Sequence[Table], *, as_json: bool) -> None:
-    """The page has every table that is complete by now; what is printed are those that were asked for."""
-    known = experiment.tables()
-    found = findings_of(experiment, known)
-    complete = [presented for presented in (present(table, found) for table in known) if presented.is_complete]
-    runs = experiment.seeded([spec for table in known for spec in table.needs()])
-    page = write_results(experiment, complete, [spec for spec in runs if experiment.is_finished(spec)])
-    wanted = [present(table, found) for table in tables]
-    if as_json:
-        show(_result(experiment, wanted, page), as_json=True)
+def show_results(experiment: Experiment, results: Results, *, in_json: bool) -> None:
+    if in_json:
+        result = {
+            "scale": experiment.scale.name,
+            "seeds": experiment.seeds,
+            "results": str(results.page),
+            "tables": [as_json(presented) for presented in results.tables],
+        }
+        show(result, as_json=True)
         return
-    for presented in wanted:
+    for presented in results.tables:
         show_presented(presented)
-    show({"results": str(page)}, as_json=False)
+    show({"results": str(results.page)}, as_json=False)
 
 
 def show_presented(presented: Presented) -> None:
@@ -173,15 +101,6 @@ def show_presented(presented: Presented) -> None:
     show_table(presented.header, presented.lines)
     for claim, outcome in presented.outcomes:
         show({outcome.state: f"{claim.text} {outcome.evidence}"}, as_json=False)
-
-
-def _result(experiment: Experiment, tables: Sequence[Presented], page: Path) -> dict[str, object]:
-    return {
-        "scale": experiment.scale.name,
-        "seeds": experiment.seeds,
-        "results": str(page),
-        "tables": [as_json(presented) for presented in tables],
-    }
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
-"""Train a Shortformer. Read this file first: it is the whole program, top to bottom.
+"""Train a Shortformer. Read this file first: it is the complete program, top to bottom.
 
 deepspeed --module megatron_style.train run_configs/quickstart.yaml
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("train")  # reads the flags, then imports this file and calls main: the imports below take seconds
+
 import math
 import time
 from dataclasses import replace
 
-from megatron_style.config.train_arguments import parse_train_arguments
-
-if __name__ == "__main__":
-    ARGUMENTS = parse_train_arguments()  # first: what follows takes seconds, and a wrong flag should not
-
 import torch
 
-from megatron_style.base.command import run_command
 from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.base.files import remove_leftovers
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, SpikeConfig, load_run, seconds_of
+from megatron_style.config.train_arguments import parse_train_arguments
 from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
 from megatron_style.data.lanes import read_batch
 from megatron_style.engine.build import build_engine
@@ -45,6 +45,11 @@ from megatron_style.supervision.stop import StopRequest
 
 _LAST = 3  # updates that must not all be skipped at the end; in fp16 a single one is nothing unusual
 _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
+
+
+def main() -> None:
+    run_file, settings = parse_train_arguments()
+    train(load_run(run_file, settings))
 
 
 def train(run: RunConfig) -> None:
@@ -179,7 +184,3 @@ def sound_step(step: int, held_out_loss: float) -> int:
 
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-if __name__ == "__main__":
-    run_command(lambda: train(load_run(*ARGUMENTS)))

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError, harmless
 
+CONSOLE_COMMAND = "shortformer"
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
 
 
@@ -25,8 +26,9 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def command_parser(name: str, about: str, example: str) -> argparse.ArgumentParser:
+    by_console = f"{CONSOLE_COMMAND} {name}"
     return _OneLineParser(
-        prog=f"python -m megatron_style.{name}",
+        prog=by_console if sys.argv[0] == by_console else f"python -m megatron_style.{name}",
         description=about,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -10,16 +10,16 @@ from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.ds_keys import BLOCKS, NO_OPTIMIZERS, OPTIMIZERS, RULES, SCALES_RATE, SETS_RATE
+from megatron_style.config.shipped import find_file
 
 
 def read_ds_file(path: Path | None) -> dict[str, Any]:
     """Return what is asked for; refused keys that ask for nothing (`"enabled": false`) are left out."""
     if path is None:
         return {}
+    file = find_file(path, "a DeepSpeed config in JSON")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a DeepSpeed config in JSON is expected") from None
+        data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):

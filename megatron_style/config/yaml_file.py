@@ -10,6 +10,7 @@ import yaml
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.config.shipped import find_file
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,11 +46,11 @@ _Loader.add_implicit_resolver(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a run file in YAML is expected") from None
+        text = find_file(path, "a run file in YAML").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+    try:
+        data = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):

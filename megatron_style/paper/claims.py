@@ -1,30 +1,19 @@
-"""What the paper claims, each as a function of measured figures."""
+"""What the paper claims, each as a function of measured figures.
+
+A claim holds if it does with every seed; the evidence has mean and spread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
 
-from megatron_style.paper.findings import Figures, Findings
-from megatron_style.paper.grid import Measured
-from megatron_style.paper.judging import (
-    Outcome,
-    all_below,
-    each_first_is_below,
-    equal_to,
-    falls,
-    falls_from_its_peak,
-    first_is_highest,
-    first_is_lowest,
-    first_is_times,
-    grows,
-    judge,
-    within,
-)
-from megatron_style.paper.measures import ToMatch, TrainSpeed
+from megatron_style.paper.measures import Figures, Findings, Measured, ToMatch, TrainSpeed
 from megatron_style.paper.memory import LargestBatch, PlannedStage
 from megatron_style.paper.runs import Model, RunSpec
-from megatron_style.paper.subjects import (
+from megatron_style.paper.tables import (
     BASELINE,
     CACHE_NO_PIA,
     CACHED,
@@ -41,6 +30,71 @@ from megatron_style.paper.subjects import (
     perplexity,
     speed,
 )
+
+State = Literal["holds", "does not hold", "not tested"]
+Test = Callable[[Sequence[float]], bool]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State
+    evidence: str
+
+
+def judge(figures: Mapping[str, Figures | None], test: Test) -> Outcome:
+    """`test` gets the figures of one seed, in the order given."""
+    found = {name: each for name, each in figures.items() if each is not None}
+    missing = [name for name in figures if name not in found]
+    if missing or not found:
+        return Outcome("not tested", f"not measured: {', '.join(missing) or 'all of it'}")
+    seeds = zip(*(each.values for each in found.values()), strict=True)
+    holds = all(test(values) for values in seeds)
+    return Outcome("holds" if holds else "does not hold", ", ".join(f"{name} {each}" for name, each in found.items()))
+
+
+def grows(values: Sequence[float]) -> bool:
+    return all(one < next_one for one, next_one in pairwise(values))
+
+
+def falls(values: Sequence[float]) -> bool:
+    return grows(values[::-1])
+
+
+def falls_from_its_peak(values: Sequence[float]) -> bool:
+    """What is short may be slowed by other things; from the fastest on it is the length."""
+    peak = values.index(max(values))
+    return peak + 1 < len(values) and falls(values[peak:])
+
+
+def each_first_is_below(values: Sequence[float]) -> bool:
+    """Of pairs: first, second, first, second, ..."""
+    return all(first < second for first, second in zip(values[::2], values[1::2], strict=True))
+
+
+def first_is_lowest(values: Sequence[float]) -> bool:
+    return values[0] < min(values[1:])
+
+
+def first_is_highest(values: Sequence[float]) -> bool:
+    return values[0] > max(values[1:])
+
+
+def within(share: float) -> Test:
+    """All within so much above the lowest."""
+    return lambda values: max(values) <= (1 + share) * min(values)
+
+
+def first_is_times(factor: float) -> Test:
+    """The first is at least so many times the second."""
+    return lambda values: values[0] >= factor * values[1]
+
+
+def all_below(limit: float) -> Test:
+    return lambda values: max(values) < limit
+
+
+def equal_to(tolerance: float) -> Test:
+    return lambda values: max(values) - min(values) <= tolerance
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_style.data.store import TokenStoreWriter, open_store, store_files
 from megatron_style.data.text import file_digest
 from megatron_style.paper.measures import Split
 from megatron_style.paper.runs import PreparedText, Text
-from megatron_style.paper.scale import Scale
+from megatron_style.paper.scale import ExperimentScale
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Source:
         return _is_prepared(self.folder)
 
 
-def find_source(given: Path | None, scale: Scale, texts: Sequence[Text], output: Path) -> Source:
+def find_source(given: Path | None, scale: ExperimentScale, texts: Sequence[Text], output: Path) -> Source:
     """A prepared folder is taken as it is; text files, or a built-in corpus, are prepared into the output."""
     folder = output / "corpus"
     if given is None:
@@ -67,7 +67,7 @@ def _text_of(folder: Path, split: str) -> Path | None:
     return found[0] if found else None
 
 
-def corpus_of(source: Source, scale: Scale, output: Path) -> PreparedText:
+def corpus_of(source: Source, scale: ExperimentScale, output: Path) -> PreparedText:
     """Also of a corpus that is not prepared yet, which only the paper's scale can do with."""
     tokenizer = tokenizer_beside(source.folder / "train") if source.is_ready else None
     if source.is_ready and tokenizer is None:
@@ -76,13 +76,13 @@ def corpus_of(source: Source, scale: Scale, output: Path) -> PreparedText:
     return PreparedText(source.folder / "train", valid, tokenizer.vocab_size if tokenizer else None)
 
 
-def held_out(source: Source, scale: Scale, output: Path, split: Split) -> Path:
+def held_out(source: Source, scale: ExperimentScale, output: Path, split: Split) -> Path:
     """The prefix of the text that is scored: all of a split, or its beginning."""
     is_whole = scale.held_out_tokens is None and split != "short"
     return (source.folder if is_whole else output / "held_out") / split
 
 
-def write_held_out(source: Source, corpus: PreparedText, scale: Scale, output: Path) -> None:
+def write_held_out(source: Source, corpus: PreparedText, scale: ExperimentScale, output: Path) -> None:
     """Beginnings of the held-out splits as stores of their own, so that every protocol scores the same text."""
     if (output / "held_out").is_dir():
         return

@@ -10,27 +10,29 @@ OUTPUT/results.md  results/    tables, charts, claims, and the records they can 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
 from megatron_style.config.run import RunConfig
-from megatron_style.paper.corpus import Source, corpus_of, held_out
-from megatron_style.paper.grid import Table
-from megatron_style.paper.measures import Evaluation
+from megatron_style.paper.corpus import Source, check_test_split, corpus_of, find_source, held_out
+from megatron_style.paper.measures import Evaluation, Figures, Findings, Measured, RunResult, Subject, Table
+from megatron_style.paper.memory import LargestBatch, PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
-from megatron_style.paper.scale import Scale
+from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.tables import all_tables
+from megatron_style.reporting.history import read_run
 
 RECORD = "reproduction.json"
 
 
 @dataclass(frozen=True)
 class Experiment:
-    scale: Scale
+    scale: ExperimentScale
     source: Source
     output: Path
     seeds: int
@@ -58,6 +60,10 @@ class Experiment:
     def tables(self) -> tuple[Table, ...]:
         return tuple(table.at(self.scale) for table in all_tables())
 
+    def runs_of(self, tables: Sequence[Table]) -> list[RunSpec]:
+        """Return every run of the tables, with all seeds."""
+        return list(self.seeded([spec for table in tables for spec in table.needs()]))
+
     def seeded(self, specs: Sequence[RunSpec]) -> Iterator[RunSpec]:
         """Each run once, though specs of two texts may be one run here."""
         seen = set()
@@ -66,6 +72,21 @@ class Experiment:
                 if (folder := self.folder(spec.with_seed(seed))) not in seen:
                     seen.add(folder)
                     yield spec.with_seed(seed)
+
+
+def open_experiment(
+    scale: ExperimentScale, tables: Sequence[Table], *, corpus: Path | None, output: Path, seeds: int | None
+) -> Experiment:
+    """Refuse what could not be measured before anything is written."""
+    texts = {spec.text for table in tables for spec in table.needs()}
+    if scale.is_paper and len(texts) > 1:
+        raise UserError("--table: 11 and 12 are of Toronto Books, the others of WikiText-103; use a folder for each")
+    source = find_source(corpus, scale, sorted(texts), output)
+    if any(table.needs_test_split for table in tables):
+        check_test_split(source)
+    experiment = Experiment(scale, source, output, seeds or scale.seeds)
+    check_record(experiment)
+    return experiment
 
 
 def check_record(experiment: Experiment) -> None:
@@ -99,3 +120,64 @@ def _read_record(path: Path) -> dict[str, str] | None:
         return {"scale": found["scale"], "corpus": found["corpus"]}
     except (OSError, ValueError, LookupError, TypeError):
         raise UserError(f"{path}: is not the record of an experiment; name another folder, or remove it") from None
+
+
+def kept_evaluation(path: Path) -> Mapping[str, Any] | None:
+    try:
+        kept: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return kept if {"inputs", "result"} <= kept.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def findings_of(experiment: Experiment, tables: Iterable[Table]) -> Findings:
+    """Of what is finished with every seed: figures of seeds can then be compared one by one."""
+    read = _Reader(experiment)
+    found: dict[tuple[Subject, Measured], Figures] = {}
+    for table in tables:
+        for row in table.rows:
+            for measure in row.measures:
+                if row.subject is None or measure is None or (row.subject, measure) in found:
+                    continue
+                figures = read.figures(row.subject, measure, table.baseline)
+                if figures is not None:
+                    found[row.subject, measure] = figures
+    return found
+
+
+class _Reader:
+    """Reads each run once."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._needed = {each for table in experiment.tables() for needed in table.needs().values() for each in needed}
+        self._results: dict[RunSpec, RunResult | None] = {}
+
+    def figures(self, subject: Subject, measure: Measured, baseline: RunSpec | None) -> Figures | None:
+        if isinstance(subject, PlannedStage) or isinstance(measure, LargestBatch):
+            assert isinstance(subject, PlannedStage)
+            assert isinstance(measure, LargestBatch)
+            return Figures((float(measure.read(subject)),))
+        values = []
+        for seed in range(1, self._experiment.seeds + 1):
+            run = self._result(subject.with_seed(seed))
+            if run is None or not set(measure.needs) <= set(run.evaluations):
+                return None
+            value = measure.read(run, self._result(baseline.with_seed(seed)) if baseline else None)
+            if value is None:
+                return None
+            values.append(value)
+        return Figures(tuple(values))
+
+    def _result(self, spec: RunSpec) -> RunResult | None:
+        if spec not in self._results:
+            self._results[spec] = self._read(spec) if self._experiment.is_finished(spec) else None
+        return self._results[spec]
+
+    def _read(self, spec: RunSpec) -> RunResult:
+        folder = self._experiment.folder(spec)
+        kept = {each: kept_evaluation(self._experiment.evaluation_file(spec, each)) for each in self._needed}
+        evaluations: dict[Evaluation, dict[str, object]] = {
+            each: dict(found["result"]) for each, found in kept.items() if found is not None
+        }
+        return RunResult(read_run(folder.name, folder), evaluations)

@@ -1,12 +1,21 @@
-"""What is measured of a run: each measure says which evaluations it needs, and reads its number from the results."""
+"""What is measured: of a run, of a table's rows, and with which figures.
+
+Each measure says which evaluations it needs, and reads its number from the results. A `Table` says what each row trains
+or plans, what each column measures and what the paper found. `Findings` are the figures, one number per seed.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from megatron_style.config.model import EvaluationMode
+from megatron_style.paper.memory import LargestBatch, PlannedStage
+from megatron_style.paper.runs import RunSpec
+from megatron_style.paper.scale import ExperimentScale
 from megatron_style.reporting.comparison import final, loss_of, match
 from megatron_style.reporting.history import RunHistory
 
@@ -17,7 +26,7 @@ Split = Literal["valid", "test", "short"]  # short: the beginning of valid
 class Evaluation:
     """One call of `evaluate` on the trained model, at the length it was trained with last."""
 
-    mode: Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
+    mode: EvaluationMode
     split: Split = "valid"
     stride: int | None = None  # the paper's
 
@@ -121,3 +130,72 @@ def _in_last_stage(run: RunHistory) -> RunHistory:
     """A run that began with another's first stage has no validations of its own before."""
     first = run.stages[-1].before.step if run.stages else 0
     return replace(run, held_out=tuple(valid for valid in run.held_out if valid.at.step >= first))
+
+
+Subject = RunSpec | PlannedStage
+Measured = Measure | LargestBatch
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    subject: Subject | None  # None: of other work, not reproduced
+    paper: tuple[float | None, ...]  # one for each column
+    measures: tuple[Measured | None, ...]  # one for each column; None: nothing to measure
+
+
+@dataclass(frozen=True)
+class Table:
+    number: int
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    baseline: RunSpec | None = None  # what shares are shares of
+
+    def at(self, scale: ExperimentScale) -> Table:
+        """Only the rows that the scale has."""
+        kept = (row for row in self.rows if not isinstance(row.subject, RunSpec) or row.subject.is_in(scale))
+        return replace(self, rows=tuple(kept))
+
+    def needs(self) -> Mapping[RunSpec, frozenset[Evaluation]]:
+        """Every run, without seeds, and how its model is evaluated."""
+        found: dict[RunSpec, frozenset[Evaluation]] = {self.baseline: frozenset()} if self.baseline else {}
+        for row in self.rows:
+            if isinstance(row.subject, RunSpec):
+                needed = (each for each in row.measures if each and not isinstance(each, LargestBatch))
+                evaluations = frozenset(evaluation for measure in needed for evaluation in measure.needs)
+                found[row.subject] = found.get(row.subject, frozenset()) | evaluations
+        return found
+
+    @property
+    def needs_test_split(self) -> bool:
+        needed = frozenset[Evaluation]().union(*self.needs().values())
+        return any(evaluation.split == "test" for evaluation in needed)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One number for each seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over seeds; one seed has none."""
+        return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
+
+    def __str__(self) -> str:
+        return short(self.mean) if self.spread is None else f"{short(self.mean)} ± {short(self.spread)}"
+
+
+Findings = Mapping[tuple[Subject, Measured], Figures]
+
+
+def short(value: float) -> str:
+    if math.isinf(value):
+        return "never"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_style.config.run import load_run
-from megatron_style.paper.runs import ROOT, Model
+from megatron_style.config.shipped import shipped_file
+from megatron_style.paper.runs import Model
 from megatron_style.planning.hardware import gpu_named
 from megatron_style.planning.memory import plan_memory
 from megatron_style.planning.run_plan import USABLE
@@ -39,7 +40,7 @@ class LargestBatch:
 
 
 def largest_batch(stage: PlannedStage) -> int:
-    model = load_run(ROOT / "run_configs" / f"wikitext103_{stage.model}.yaml").model
+    model = load_run(shipped_file(f"run_configs/wikitext103_{stage.model}.yaml")).model
     shares = zipf_shares(bands_of(model, WIKITEXT_VOCAB))
     setup = Setup(model, WIKITEXT_VOCAB, shares, REFERENCE, kernels=KERNELS_OF_2020)
     room = USABLE * gpu_named("v100-32gb").memory - 4 * setup.parameters  # fairseq keeps full gradients too

@@ -3,28 +3,156 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from megatron_style.base.events import Event, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
 from megatron_style.data.store import open_store
-from megatron_style.paper.chart import draw
-from megatron_style.paper.experiment import Experiment
-from megatron_style.paper.presentation import Presented, as_json, as_markdown
+from megatron_style.paper.claims import Claim, Outcome, claims_of
+from megatron_style.paper.experiment import Experiment, findings_of
+from megatron_style.paper.jobs import ORIGIN
+from megatron_style.paper.measures import Figures, Findings, Row, Table, short
 from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.sharing import TAKEN
-from megatron_style.paper.subjects import BASELINE
-from megatron_style.paper.training import ORIGIN
+from megatron_style.paper.tables import BASELINE
 from megatron_style.planning.parameters import count_parameters
 
 _MOST_LINES = 60  # of training, kept of a run
 _KEPT = ("run.yaml", ORIGIN, TAKEN)
 
 
-def write_results(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> Path:
+@dataclass(frozen=True)
+class Presented:
+    table: Table
+    cells: tuple[tuple[tuple[float | None, Figures | None], ...], ...]  # of each row, of each column: paper, measured
+    outcomes: tuple[tuple[Claim, Outcome], ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing that can be measured is missing."""
+        wanted = (measure for row in self.table.rows for measure in row.measures)
+        found = (here for cells in self.cells for _, here in cells)
+        return all(here is not None for measure, here in zip(wanted, found, strict=True) if measure is not None)
+
+    @property
+    def header(self) -> list[str]:
+        return ["", *(f"{name}{kind}" for name in self.table.columns for kind in (", paper", ", here"))]
+
+    @property
+    def lines(self) -> list[list[str]]:
+        return [
+            [row.label, *(text for paper, here in cells for text in (_told(paper), str(here) if here else "-"))]
+            for row, cells in zip(self.table.rows, self.cells, strict=True)
+        ]
+
+
+def present(table: Table, found: Findings) -> Presented:
+    cells = tuple(_cells(row, found) for row in table.rows)
+    outcomes = tuple((claim, claim.test(found)) for claim in claims_of(table.number))
+    return Presented(table, cells, outcomes)
+
+
+def as_json(presented: Presented) -> dict[str, object]:
+    table = presented.table
+    rows = [
+        {
+            "row": row.label,
+            "figures": {
+                name: {"paper": paper, "here": [_plain(value) for value in here.values] if here else None}
+                for name, (paper, here) in zip(table.columns, cells, strict=True)
+            },
+        }
+        for row, cells in zip(table.rows, presented.cells, strict=True)
+    ]
+    claims = [
+        {"claim": claim.text, "state": outcome.state, "evidence": outcome.evidence}
+        for claim, outcome in presented.outcomes
+    ]
+    return {"table": table.number, "title": table.title, "rows": rows, "claims": claims}
+
+
+def as_markdown(presented: Presented) -> str:
+    table = presented.table
+    lines = [f"## Table {table.number}: {table.title}", "", *_markdown_table(presented.header, presented.lines), ""]
+    lines += [f"- **{outcome.state}**: {claim.text} {outcome.evidence}." for claim, outcome in presented.outcomes]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, found: Findings) -> tuple[tuple[float | None, Figures | None], ...]:
+    return tuple(
+        (paper, None if row.subject is None or measure is None else found.get((row.subject, measure)))
+        for paper, measure in zip(row.paper, row.measures, strict=True)
+    )
+
+
+def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *["--:"] * (len(header) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)]
+
+
+def _told(paper: float | None) -> str:
+    return "-" if paper is None else short(paper)
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no infinity: never is null."""
+    return value if math.isfinite(value) else None
+
+
+def draw(presented: Presented, path: Path) -> None:
+    """The two have axes of their own: it is their shapes that are compared."""
+    table, labels = presented.table, [row.label for row in presented.table.rows]
+    columns = [index for index in range(len(table.columns)) if any(cells[index][1] for cells in presented.cells)]
+    figure = Figure(figsize=(max(6, 2 + 0.35 * len(labels)), 2 + 2 * len(columns)), layout="constrained")
+    panels = figure.subplots(len(columns), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, index in zip(panels, columns, strict=True):
+        _draw_column(axes, presented, index)
+        axes.set_ylabel(f"{table.columns[index]}\nhere")
+    panels[-1].set_xticks(range(len(labels)), labels, rotation=60, ha="right", fontsize="small")
+    figure.suptitle(f"Table {table.number}: {table.title}", fontsize="medium")
+    with rc_context({"svg.hashsalt": "table"}):  # the same figures give the same file
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _draw_column(axes: Axes, presented: Presented, index: int) -> None:
+    pairs = [cells[index] for cells in presented.cells]
+    here = [figures.mean if figures and math.isfinite(figures.mean) else math.nan for _, figures in pairs]
+    spread = [(figures.spread if figures else None) or 0.0 for _, figures in pairs]
+    measured = axes.errorbar(range(len(pairs)), here, yerr=spread, fmt="o-", capsize=3, label="here")
+    theirs = axes.twinx()
+    paper = [math.nan if figure is None else figure for figure, _ in pairs]
+    (told,) = theirs.plot(range(len(pairs)), paper, "s--", color="tab:gray", label="paper")
+    theirs.set_ylabel("paper", color="tab:gray")
+    axes.legend(handles=[measured, told], frameon=False, fontsize="small")
+    axes.grid(alpha=0.3)
+
+
+@dataclass(frozen=True)
+class Results:
+    page: Path
+    tables: tuple[Presented, ...]  # those that were asked for
+
+
+def write_results(experiment: Experiment, tables: Sequence[Table]) -> Results:
+    """Write the page, with every table that is complete by now, and return the tables that were asked for."""
+    known = experiment.tables()
+    found = findings_of(experiment, known)
+    presented = (present(table, found) for table in known)
+    runs = [spec for spec in experiment.runs_of(known) if experiment.is_finished(spec)]
+    page = _write_page(experiment, [each for each in presented if each.is_complete], runs)
+    return Results(page, tuple(present(table, found) for table in tables))
+
+
+def _write_page(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> Path:
     """Both are made anew from what the experiment holds, so they always agree with it."""
     with atomic_folder(experiment.output / "results") as folder:
         for presented in tables:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_style.config.run import RunConfig
+from megatron_style.config.shipped import shipped_file
 from megatron_style.config.yaml_file import read_yaml
-from megatron_style.paper.scale import ModelSize, Scale
+from megatron_style.paper.scale import ExperimentScale, ModelSize
 
-ROOT = Path(__file__).parents[2]
 Model = Literal[
     "baseline", "pia_cache", "ablation_pia_no_cache", "ablation_pia_no_cache_unshuffled", "ablation_cache_no_pia"
 ]
@@ -34,7 +33,7 @@ class RunSpec:
     def with_seed(self, seed: int) -> RunSpec:
         return replace(self, seed=seed)
 
-    def is_in(self, scale: Scale) -> bool:
+    def is_in(self, scale: ExperimentScale) -> bool:
         lengths = {self.length, self.first_length or self.length}
         return lengths <= set(scale.lengths) and (not self.first_length or self.first_epochs in scale.first_epochs)
 
@@ -48,7 +47,7 @@ class PreparedText:
     vocab_size: int | None  # None: not prepared yet
 
 
-def run_name(spec: RunSpec, scale: Scale) -> str:
+def run_name(spec: RunSpec, scale: ExperimentScale) -> str:
     """By content: two tables that need the same run find the same folder; the digest tells other recipes apart."""
     stages = _stages(spec, scale)
     parts = "-".join(f"L{stage['segment_length']}x{_extent(stage)}" for stage in stages)
@@ -57,7 +56,7 @@ def run_name(spec: RunSpec, scale: Scale) -> str:
     return f"{spec.model}-{parts}-seed{spec.seed}-{digest}"
 
 
-def run_config(spec: RunSpec, scale: Scale, corpus: PreparedText, folder: Path) -> RunConfig:
+def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, folder: Path) -> RunConfig:
     """The paper's run file of this model, with what the scale changes."""
     data = _recipe(spec, scale)
     data["data"] |= {"train": str(corpus.train), "valid": str(corpus.valid)}
@@ -71,15 +70,13 @@ def run_config(spec: RunSpec, scale: Scale, corpus: PreparedText, folder: Path) 
         "keep_every": scale.keep_every,
         "keep_last": 1,
     }
-    if scale.is_paper:
-        data["deepspeed"] = os.path.relpath(ROOT / data["deepspeed"])
-    else:
+    if not scale.is_paper:
         assert corpus.vocab_size is not None
         data["model"]["vocabulary"]["cutoffs"] = _cutoffs(corpus.vocab_size)
     return RunConfig.parse(data, source=str(folder / "run.yaml"))
 
 
-def _recipe(spec: RunSpec, scale: Scale) -> dict[str, Any]:
+def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     """All of the run but the corpus, which is one for a whole folder of runs, and what is recorded."""
     data = _paper_file(spec, scale)
     data["stages"], data["seed"] = _stages(spec, scale), spec.seed
@@ -94,11 +91,11 @@ def _recipe(spec: RunSpec, scale: Scale) -> dict[str, Any]:
     return data
 
 
-def _paper_file(spec: RunSpec, scale: Scale) -> dict[str, Any]:
+def _paper_file(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     """Away from the paper's scale all tables are of one corpus, so that their runs can be shared."""
     if scale.is_paper and spec.text == "tbc":
-        return read_yaml(ROOT / "run_configs" / f"tbc_{_books_name(spec)}.yaml")
-    return read_yaml(ROOT / "run_configs" / f"wikitext103_{spec.model}.yaml")
+        return read_yaml(shipped_file(f"run_configs/tbc_{_books_name(spec)}.yaml"))
+    return read_yaml(shipped_file(f"run_configs/wikitext103_{spec.model}.yaml"))
 
 
 def _books_name(spec: RunSpec) -> str:
@@ -106,7 +103,7 @@ def _books_name(spec: RunSpec) -> str:
     return staged[spec.model] if spec.first_length else spec.model
 
 
-def _stages(spec: RunSpec, scale: Scale) -> list[dict[str, Any]]:
+def _stages(spec: RunSpec, scale: ExperimentScale) -> list[dict[str, Any]]:
     if scale.is_paper and spec.text == "tbc":  # extents as its files have them: in tokens and epochs
         stages: list[dict[str, Any]] = _paper_file(spec, scale)["stages"]
         stages[-1] |= _stage(spec.length, scale)
@@ -118,7 +115,7 @@ def _stages(spec: RunSpec, scale: Scale) -> list[dict[str, Any]]:
     return [_stage(spec.first_length, scale) | {"steps": first}, last]
 
 
-def _stage(paper_length: int, scale: Scale) -> dict[str, Any]:
+def _stage(paper_length: int, scale: ExperimentScale) -> dict[str, Any]:
     long = {"micro_rows": 1} if scale.is_paper and paper_length == 3072 else {}  # one row at once fits 32 GB
     return {"segment_length": scale.length(paper_length)} | long
 

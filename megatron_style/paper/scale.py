@@ -22,7 +22,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ExperimentScale:
     name: str
     shrink: int  # a segment of the paper is so many times longer
     lengths: tuple[int, ...]  # of the paper's segment lengths, those that are run
@@ -66,34 +66,36 @@ class Scale:
 _LENGTHS = (32, 64, 128, 256, 512, 768, 1024, 1536, 3072)
 _EPOCHS = (25, 50, 75, 100, 125, 150, 175, 200)
 
-_MINIATURE = Scale(
+_MINIATURE = ExperimentScale(
     "miniature", shrink=32, lengths=(128, 512, 3072), first_epochs=(50, 100), steps=20, steps_of_50_epochs=5,
     tokens_per_batch=192, evaluate_every=5, save_every=5, held_out_tokens=600, watched_tokens=300, short_tokens=96,
     windows=4, seeds=1, model=ModelSize(layers=2, hidden_size=32, heads=2, ffn_size=64), peak_rate=0.01,
 )  # fmt: skip
 # About 0.9M tokens a run: what two cores train in 15 minutes a table, with two seeds.
-_TINY = Scale(
+_TINY = ExperimentScale(
     "tiny", shrink=8, lengths=(64, 128, 512, 3072), first_epochs=(50, 100, 150), steps=1200,
     steps_of_50_epochs=300, tokens_per_batch=768, evaluate_every=100, save_every=300, held_out_tokens=24_576,
     watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
     model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),
 )  # fmt: skip
 # About 7M tokens a run, the whole grid of lengths: a night a table on two cores.
-_SMALL = Scale(
+_SMALL = ExperimentScale(
     "small", shrink=4, lengths=_LENGTHS, first_epochs=(50, 100), steps=3200, steps_of_50_epochs=800,
     tokens_per_batch=2304, evaluate_every=160, save_every=400, held_out_tokens=131_072, watched_tokens=16_384,
     short_tokens=1024, windows=16, seeds=2, model=ModelSize(layers=6, hidden_size=192, heads=6, ffn_size=768),
     peak_rate=0.002,
 )  # fmt: skip
-_PAPER = Scale(
+_PAPER = ExperimentScale(
     "paper", shrink=1, lengths=_LENGTHS, first_epochs=_EPOCHS, steps=286_000, steps_of_50_epochs=70_050,
     tokens_per_batch=9216, evaluate_every=1401, save_every=7005, held_out_tokens=None, watched_tokens=None,
     short_tokens=4096, windows=None, seeds=1, processes=8,
 )  # fmt: skip
-SCALES: Mapping[str, Scale] = MappingProxyType({scale.name: scale for scale in (_MINIATURE, _TINY, _SMALL, _PAPER)})
+SCALES: Mapping[str, ExperimentScale] = MappingProxyType(
+    {scale.name: scale for scale in (_MINIATURE, _TINY, _SMALL, _PAPER)}
+)
 
 
-def scale_named(name: str) -> Scale:
+def scale_named(name: str) -> ExperimentScale:
     if name not in SCALES:
         raise UserError(f"--scale {name}: no such scale; there are {', '.join(SCALES)}")
     return SCALES[name]

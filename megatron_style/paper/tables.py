@@ -1,35 +1,80 @@
-"""The paper's twelve tables."""
+"""The paper's twelve tables, and the runs and evaluations that they and the claims name.
+
+The figures are data, `paper_tables.json`: Press, Smith & Lewis, "Shortformer", ACL 2021.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from megatron_style.paper.grid import Measured, Row, Table
-from megatron_style.paper.measures import Measure, Split, ToMatch, TotalTime, TrainSpeed
-from megatron_style.paper.memory import LargestBatch, PlannedStage
-from megatron_style.paper.paper import EPOCHS, by_first_stage, paper_table
-from megatron_style.paper.runs import RunSpec, Text
-from megatron_style.paper.subjects import (
-    BASELINE,
-    CACHE_NO_PIA,
-    CACHED,
-    CACHED_SHORT,
-    NONOVERLAPPING,
-    ONE_BY_ONE,
-    PIA_CACHE,
-    PIA_NO_CACHE,
-    PIA_NO_CACHE_UNSHUFFLED,
-    SHORTFORMER,
-    SLIDING,
-    SLIDING_512,
-    STAGED,
-    WALKED,
-    loss,
-    perplexity,
-    speed,
+from megatron_style.paper.measures import (
+    Evaluated,
+    Evaluation,
+    Measure,
+    Measured,
+    Row,
+    Split,
+    Table,
+    ToMatch,
+    TotalTime,
+    TrainSpeed,
 )
+from megatron_style.paper.memory import LargestBatch, PlannedStage
+from megatron_style.paper.runs import RunSpec, Text
+
+FILE = Path(__file__).with_name("paper_tables.json")
+EPOCHS = 205  # of WikiText-103, in all of its runs
+
+
+@cache
+def paper_table(number: int) -> dict[str, Any]:
+    tables: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    (found,) = (table for key, table in tables.items() if key.startswith(f"table{number}_"))
+    return dict(found)
+
+
+def by_first_stage(number: int) -> dict[tuple[int, int], float | None]:
+    """Tables 2, 6, 7 and 8: (epochs, length) of the first stage to figure."""
+    table = paper_table(number)
+    return {
+        (int(epochs), length): figure
+        for epochs, figures in table["by_first_stage_epochs"].items()
+        for length, figure in zip(table["first_stage_lengths"], figures, strict=True)
+    }
+
+
+NONOVERLAPPING = Evaluation("nonoverlapping")
+SLIDING = Evaluation("sliding", stride=1)
+SLIDING_512 = Evaluation("sliding", stride=512)
+CACHED = Evaluation("cached")
+ONE_BY_ONE = Evaluation("sliding", "short", stride=1)  # a window for each token: how a model without cache generates
+WALKED = Evaluation("token-by-token", "short")
+CACHED_SHORT = Evaluation("cached", "short")
+
+BASELINE = RunSpec("baseline", 3072)
+STAGED = RunSpec("baseline", 3072, first_length=128, first_epochs=50)
+PIA_CACHE = RunSpec("pia_cache", 512)
+SHORTFORMER = RunSpec("pia_cache", 512, first_length=128, first_epochs=100)
+PIA_NO_CACHE = RunSpec("ablation_pia_no_cache", 512)
+PIA_NO_CACHE_UNSHUFFLED = RunSpec("ablation_pia_no_cache_unshuffled", 512)
+CACHE_NO_PIA = RunSpec("ablation_cache_no_pia", 512)
+
+
+def perplexity(evaluation: Evaluation) -> Evaluated:
+    return Evaluated("perplexity", evaluation)
+
+
+def speed(evaluation: Evaluation) -> Evaluated:
+    return Evaluated("speed", evaluation)
+
+
+def loss(evaluation: Evaluation) -> Evaluated:
+    return Evaluated("loss", evaluation)
 
 
 def table(number: int) -> Table:

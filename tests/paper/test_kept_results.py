@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_style.paper.corpus import Source
-from megatron_style.paper.experiment import Experiment
-from megatron_style.paper.presentation import as_json, as_markdown, present
-from megatron_style.paper.results import findings_of
+from megatron_style.paper.experiment import Experiment, findings_of
+from megatron_style.paper.page import as_json, as_markdown, present
 from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.scale import scale_named
 

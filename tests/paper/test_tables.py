@@ -9,19 +9,22 @@ import pytest
 
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.paper.memory import PlannedStage
-from megatron_style.paper.paper import FILE, paper_table
-from megatron_style.paper.runs import ROOT, PreparedText, RunSpec, run_config, run_name
-from megatron_style.paper.scale import SCALES, Scale
-from megatron_style.paper.subjects import (
+from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
+from megatron_style.paper.scale import SCALES, ExperimentScale
+from megatron_style.paper.tables import (
     BASELINE,
     CACHE_NO_PIA,
+    FILE,
     PIA_CACHE,
     PIA_NO_CACHE,
     PIA_NO_CACHE_UNSHUFFLED,
     SHORTFORMER,
     STAGED,
+    all_tables,
+    paper_table,
+    table,
 )
-from megatron_style.paper.tables import all_tables, table
+from tests.support.launch import ROOT
 
 FIGURES = ROOT.parent / "shared" / "paper" / "tables.json"
 CORPUS = PreparedText(Path("data/train"), Path("data/valid"), vocab_size=8192)
@@ -30,7 +33,7 @@ ROWS = {1: 8, 2: 57, 3: 11, 4: 5, 5: 10, 6: 56, 7: 56, 8: 56, 9: 5, 10: 6, 11: 8
 OF_OTHERS = {5: 5, 11: 2}
 
 
-def config(spec: RunSpec, scale: Scale) -> RunConfig:
+def config(spec: RunSpec, scale: ExperimentScale) -> RunConfig:
     return run_config(spec, scale, CORPUS, Path("runs") / run_name(spec, scale))
 
 
@@ -54,7 +57,7 @@ def test_every_row_and_column_of_the_paper_is_there(number: int) -> None:
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
 @pytest.mark.parametrize("number", range(1, 13))
-def test_every_run_of_a_table_is_a_valid_run(number: int, scale: Scale) -> None:
+def test_every_run_of_a_table_is_a_valid_run(number: int, scale: ExperimentScale) -> None:
     found = table(number).at(scale)
     assert found.rows
     for spec in found.needs():
@@ -67,7 +70,7 @@ def test_every_run_of_a_table_is_a_valid_run(number: int, scale: Scale) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
-def test_names_tell_runs_apart_and_tables_share_runs(scale: Scale) -> None:
+def test_names_tell_runs_apart_and_tables_share_runs(scale: ExperimentScale) -> None:
     specs = {spec.with_seed(seed) for table in all_tables() for spec in table.at(scale).needs() for seed in (1, 2)}
     by_name: dict[str, RunConfig] = {}
     for spec in specs:
@@ -79,7 +82,7 @@ def test_names_tell_runs_apart_and_tables_share_runs(scale: Scale) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
-def test_what_the_claims_are_about_is_in_every_scale(scale: Scale) -> None:
+def test_what_the_claims_are_about_is_in_every_scale(scale: ExperimentScale) -> None:
     for spec in (BASELINE, STAGED, PIA_CACHE, SHORTFORMER, PIA_NO_CACHE, CACHE_NO_PIA):
         assert spec.is_in(scale), spec
 

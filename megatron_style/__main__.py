@@ -1,0 +1,73 @@
+"""`shortformer COMMAND ...`, also `python -m megatron_style COMMAND ...`: every command under one name.
+
+Only the module of the named command is imported, so that help and refusals take no time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
+
+from megatron_style.base.command import CONSOLE_COMMAND, run_command
+from megatron_style.base.errors import UserError
+from megatron_style.config.train_arguments import parse_train_arguments
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "prepare": "make a token store of text",
+        "train": "train a model through all its stages",
+        "evaluate": "score held-out text by a named protocol",
+        "generate": "continue text with a model",
+        "convert": "bring a model into another form, with proof",
+        "report": "make one HTML page of one or several runs",
+        "plan": "compute memory, communication and time of a run",
+        "doctor": "check hosts, network and run file before a launch",
+        "reproduce": "measure the paper's tables at any scale",
+    }
+)
+
+
+def shortformer() -> NoReturn:
+    run_command(main)
+
+
+def main() -> None:
+    is_console_command = Path(sys.argv[0]).stem == CONSOLE_COMMAND
+    program = CONSOLE_COMMAND if is_console_command else "python -m megatron_style"
+    if len(sys.argv) < 2:
+        raise UserError(f"a command is missing; `{program} --help` lists them")
+    name = sys.argv.pop(1)
+    if name in ("-h", "--help"):
+        show_help(program)
+        return
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean '{near[0]}'?" if near else f"`{program} --help` lists them"
+        raise UserError(f"{name}: no such command; {remedy}")
+    if is_console_command:
+        sys.argv[0] = f"{CONSOLE_COMMAND} {name}"  # what the command's own help calls it
+    start(name)
+
+
+def start(name: str) -> NoReturn:
+    """Run a command. The flags of `train` are read first: its imports take seconds, and a wrong flag should not."""
+    if name == "train":
+        parse_train_arguments()
+    run_command(lambda: import_module(f"megatron_style.{name}").main())
+
+
+def show_help(program: str) -> None:
+    width = max(map(len, COMMANDS))
+    print(f"usage: {program} COMMAND ...\n")  # noqa: T201
+    for name, about in COMMANDS.items():
+        print(f"  {name:<{width}}  {about}")  # noqa: T201
+    print(f"\n`{program} COMMAND --help` shows its flags and an example.")  # noqa: T201
+
+
+if __name__ == "__main__":
+    shortformer()
