@@ -25,6 +25,16 @@ free_port() {
     python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }
 
+# Run a launcher, hand signals to it and return its exit code. In a session of its own: one Ctrl-C must not reach it twice.
+run() {
+    local name caught=1 code
+    setsid python -m megatron_style.supervision.launch "$@" &
+    for name in TERM USR1 INT; do trap "caught=1; kill -$name $! 2>/dev/null || :" "$name"; done
+    while [ "$caught" = 1 ]; do caught=0 code=0; wait $! || code=$?; done # a signal ends `wait`, not the launcher
+    trap - TERM USR1 INT
+    return "$code"
+}
+
 # Ends in one line unless the argument is a file; the script's own second line says how it is called.
 need_file() {
     [ -f "${1:-}" ] && return

@@ -5,5 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 need_file "${1:-}"
-exec deepspeed --log_level warning ${PROCESSES:+--num_accelerators "$PROCESSES"} \
-    --master_port "${MASTER_PORT:-$(free_port)}" --module megatron_style.train "$@"
+exec python -m megatron_style.supervision.launch deepspeed --log_level warning \
+    ${PROCESSES:+--num_accelerators "$PROCESSES"} --master_port "${MASTER_PORT:-$(free_port)}" \
+    --module megatron_style.train "$@"

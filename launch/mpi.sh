@@ -11,4 +11,5 @@ hostfile=$1
 shift
 
 mapfile -t carried < <(python -m megatron_style.hosts.forwarded_environment | sed -n '/=/s/^/-x\n/p')
-exec mpirun --hostfile "$hostfile" --bind-to none "${carried[@]}" python -m mpi4py -m megatron_style.train "$@"
+exec python -m megatron_style.supervision.launch mpirun --hostfile "$hostfile" --bind-to none -x MEGATRON_STYLE_LAUNCH \
+    "${carried[@]}" python -m mpi4py -m megatron_style.train "$@"

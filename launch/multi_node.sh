@@ -10,9 +10,5 @@ need_file "${2:-}"
 hostfile=$1
 shift
 
-DS_ENV_FILE=$(mktemp) # the launcher carries what this file names to the other hosts, and nothing else
-export DS_ENV_FILE
-trap 'rm -f "$DS_ENV_FILE"' EXIT
-python -m megatron_style.hosts.forwarded_environment >"$DS_ENV_FILE"
-deepspeed --log_level warning --hostfile "$hostfile" --master_port "${MASTER_PORT:-29500}" \
-    --module megatron_style.train "$@"
+exec python -m megatron_style.supervision.launch deepspeed --log_level warning --hostfile "$hostfile" \
+    --master_port "${MASTER_PORT:-29500}" --module megatron_style.train "$@"

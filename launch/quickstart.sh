@@ -13,7 +13,7 @@ run=${QUICKSTART_RUN:-runs/quickstart}
 echo "== prepare: 249 State of the Union messages -> data/sotu"
 python -m megatron_style.prepare --corpus sotu --output data/sotu
 echo "== train: two stages, $processes processes -> $run"
-deepspeed --log_level warning --num_accelerators "$processes" --master_port "$(free_port)" \
+run deepspeed --log_level warning --num_accelerators "$processes" --master_port "$(free_port)" \
     --module megatron_style.train run_configs/quickstart.yaml --set output.path="$run" "$@"
 echo "== evaluate: text the model has not seen"
 python -m megatron_style.evaluate "$run/model" --data data/sotu/test --mode cached

@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron_style.base.command import CONSOLE_COMMAND, run_command
 from megatron_style.base.errors import UserError
 from megatron_style.config.train_arguments import parse_train_arguments
+from megatron_style.supervision.signals import StopSignals, leave_early
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -55,10 +56,17 @@ def main() -> None:
 
 
 def start(name: str) -> NoReturn:
-    """Run a command. The flags of `train` are read first: its imports take seconds, and a wrong flag should not."""
     if name == "train":
-        parse_train_arguments()
+        _start_training()
     run_command(lambda: import_module(f"megatron_style.{name}").main())
+
+
+def _start_training() -> NoReturn:
+    """Read flags and take signals before the imports, which take seconds: a wrong flag is reported at once, and a
+    signal that comes meanwhile is not lost."""
+    parse_train_arguments()
+    signals = StopSignals(react=leave_early)
+    run_command(lambda: import_module("megatron_style.train").main(signals))
 
 
 def show_help(program: str) -> None:

@@ -41,19 +41,21 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule, StepPlan
 from megatron_style.supervision.run_guard import watched
+from megatron_style.supervision.signals import StopSignals, leave_early
 from megatron_style.supervision.stop import StopRequest
 
 _LAST = 3  # updates that must not all be skipped at the end; in fp16 a single one is nothing unusual
 _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
-def main() -> None:
+def main(signals: StopSignals | None = None) -> None:
     run_file, settings = parse_train_arguments()
-    train(load_run(run_file, settings))
+    train(load_run(run_file, settings), signals)
 
 
-def train(run: RunConfig) -> None:
-    with distributed_session(tensor=run.parallel.tensor) as topology, watched(run.output.path) as heartbeat:
+def train(run: RunConfig, signals: StopSignals | None = None) -> None:
+    signals = signals or StopSignals(react=leave_early)
+    with distributed_session(tensor=run.parallel.tensor) as topology, watched(run.output.path, signals) as heartbeat:
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)
         checkpoints = CheckpointStore(run, topology)
@@ -68,9 +70,8 @@ def train(run: RunConfig) -> None:
         progress = origin.load(engine, schedule)
         if topology.is_first:
             keep_tokenizer(corpus, run.output.path)
-        stop = StopRequest(
-            after_seconds=seconds_of(run.output.stop_after) if run.output.stop_after else None, device=engine.device
-        )
+        limit = seconds_of(run.output.stop_after) if run.output.stop_after else None
+        stop = StopRequest(signals, after_seconds=limit, device=engine.device)
 
         with Journal(run, schedule, engine, topology, first_step=progress.step) as journal:
             heartbeat.at(progress.step, "preflight")
@@ -109,7 +110,7 @@ def train(run: RunConfig) -> None:
                     journal.flush(progress.step)
                     checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
-                    raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to go on")
+                    raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to resume")
             export(engine, run, corpus, schedule, topology)
             engine.sum_up()
 

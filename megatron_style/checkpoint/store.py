@@ -122,7 +122,7 @@ class CheckpointStore:
         except (OSError, RuntimeError) as error:  # torch's writer has no error of its own for a full disk
             reason = str(error).split("\n")[0][:200]
             raise RunFailed(
-                f"the checkpoint of step {progress.step} could not be written ({reason}); those before it are intact: "
+                f"the checkpoint of step {progress.step} could not be written ({reason}); {self._what_stays()}: "
                 f"make room and start again"
             ) from error
 
@@ -162,9 +162,14 @@ class CheckpointStore:
         if self._topology.is_first:
             self._sweep()
         raise RunFailed(
-            f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; those before it "
-            f"are intact: leave out what is unusual in {self._run.deepspeed or 'the run file'}, and report it"
+            f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; "
+            f"{self._what_stays()}: leave out what is unusual in {self._run.deepspeed or 'the run file'}, and report it"
         )
+
+    def _what_stays(self) -> str:
+        """Say which checkpoint the run can resume from."""
+        steps = self._steps_here()
+        return f"the checkpoint of step {steps[-1]} is unchanged" if steps else "no checkpoint has been written before"
 
     def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:
         """This rank's share of the manifest: digests of some files, and the fragments of its own."""

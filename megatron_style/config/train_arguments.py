@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_style.base.command import add_set_flag, command_parser
 
 
-def parse_train_arguments() -> tuple[Path, list[str]]:
-    """The run file, and what is set differently."""
+def parse_train_arguments(words: Sequence[str] | None = None) -> tuple[Path, list[str]]:
+    """Return the run file and what is set differently, by default of this process."""
     parser = command_parser(
         "train",
         "Train a Shortformer through all its stages, on one process or under any launcher. "
@@ -18,7 +19,7 @@ def parse_train_arguments() -> tuple[Path, list[str]]:
     )
     add_run_arguments(parser)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     return args.run, settings_of(args)
 
 

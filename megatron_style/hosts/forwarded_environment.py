@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+LAUNCH = "MEGATRON_STYLE_LAUNCH"  # names the launch in the environment of each of its processes
 _NAMES = (
     "PATH",
     "TORCH_EXTENSIONS_DIR",
@@ -26,11 +27,12 @@ def carried_variables() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name)]
 
 
-def environment_file() -> str:
-    """NAME=value lines. The deepspeed launcher sets on every host what the file DS_ENV_FILE names, and nothing else.
-    The user's own file comes last, so it has the last word."""
+def environment_file(launch: str = "") -> str:
+    """Return NAME=value lines. The deepspeed launcher sets on every host what the file DS_ENV_FILE names, and nothing
+    else. The user's own file comes last, so it has the last word."""
     own = _OWN_FILE.read_text(encoding="utf-8") if _OWN_FILE.is_file() else ""
-    return "".join(f"{line}\n" for line in carried_variables()) + own
+    named = f"{LAUNCH}={launch}\n" if launch else ""
+    return named + "".join(f"{line}\n" for line in carried_variables()) + own
 
 
 if __name__ == "__main__":

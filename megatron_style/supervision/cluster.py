@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
+from megatron_style.hosts.forwarded_environment import LAUNCH
 from megatron_style.hosts.hosts import Host, Unanswered
 from megatron_style.supervision.record import RankRecord
 
@@ -59,6 +64,32 @@ def signal_ranks(
     until = time.monotonic() + _GONE_SECONDS
     while number == signal.SIGKILL and time.monotonic() < until and any(r.is_local and not r.is_gone for r in records):
         time.sleep(0.1)
+
+
+def kill_launch(key: str, hosts: Iterable[str], ssh: Ssh) -> None:
+    """Kill each process of a launch, here and on these hosts, also those that have no record yet: all of them have its
+    key in their environment."""
+    until = time.monotonic() + _GONE_SECONDS
+    while (pids := _processes_of(key)) and time.monotonic() < until:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    elsewhere = [host for host in hosts if host not in ("localhost", "127.0.0.1", socket.gethostname())]
+    command = f"for p in /proc/[0-9]*; do grep -qs {LAUNCH}={key} $p/environ && kill -9 ${{p#/proc/}}; done; true"
+    with ThreadPoolExecutor(32) as threads:
+        list(threads.map(lambda host: ssh(host, f"sh -c {shlex.quote(command)}"), elsewhere))
+
+
+def _processes_of(key: str) -> list[int]:
+    """Return the pids on this host, without this process and those that have ended."""
+    entry = f"{LAUNCH}={key}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is someone else's
+            if entry in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def _signal_command(record: RankRecord, number: signal.Signals) -> str:

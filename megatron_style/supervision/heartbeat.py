@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_style.base.command import EXIT_FAILED, log
+from megatron_style.hosts.forwarded_environment import LAUNCH
 from megatron_style.supervision.process import this_process
 from megatron_style.supervision.record import (
     Follows,
@@ -25,6 +26,7 @@ from megatron_style.supervision.record import (
     now,
     read_records,
     record_path,
+    what_is_lost,
     write_record,
 )
 
@@ -116,6 +118,7 @@ class Heartbeat:
                 RankRecord(
                     **vars(self._process), rank=self._rank, launch=self._launch, step=self.step, phase=self._phase,
                     time=now(), beats=self._beats, during=self._during, error=self._error, follows=self._follows,
+                    key=os.environ.get(LAUNCH, ""),
                 ),
             )  # fmt: skip
 
@@ -200,4 +203,5 @@ def _paragraph(losses: list[Loss], folder: Path) -> str:
     losses = [loss for loss in losses if not loss.record.follows] or losses
     told = "; ".join(map(str, losses[:3])) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
     log_file = folder / "logs" / f"rank_{losses[0].record.rank:05d}.log"
-    return f"{told}. The other ranks end; checkpoints are intact; start again to go on. More in {log_file}"
+    lost = what_is_lost(folder, max(loss.record.step for loss in losses))
+    return f"{told}. The other ranks end; {lost}; start again to resume. More in {log_file}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_style.config.run import RunConfig
-from megatron_style.hosts.forwarded_environment import environment_file
 from megatron_style.supervision.cluster import Hosts
 
 _LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning")
@@ -35,13 +33,6 @@ class Order:
             where += ["--num_accelerators", str(self.processes)]
         where += ["--master_port", str(_free_port())]
         return [*_LAUNCHER, *where, "--module", "megatron_style.train", *self.arguments]
-
-
-def launch_environment(directory: Path) -> dict[str, str]:
-    """With the file that tells other hosts what they need to know."""
-    path = directory / "environment"
-    path.write_text(environment_file(), encoding="utf-8")
-    return os.environ | {"DS_ENV_FILE": str(path)}
 
 
 def _free_port() -> int:

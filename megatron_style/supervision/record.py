@@ -29,6 +29,7 @@ class RankRecord(Process):
     beats: int = 0  # no two records of a living rank are equal
     during: str = ""  # the phase in which it failed
     error: str = ""
+    key: str = ""  # of the launcher that started it: LAUNCH of its environment
     follows: Follows = ""  # it fails because another rank did: it waits to learn which, or has left and said so
 
 
@@ -101,6 +102,26 @@ def read_status(folder: Path) -> Status | None:
     return status if status.state in get_args(State) and type(status.step) is int else None
 
 
+def saved_step(folder: Path) -> int | None:
+    """Return the step of the run's newest checkpoint; None without one."""
+    try:
+        name = (folder / "checkpoints" / "latest").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    digits = name.removeprefix("global_step")
+    return int(digits) if digits.isdecimal() else None
+
+
+def what_is_lost(folder: Path, step: int) -> str:
+    """Say what a run that ends at this step leaves."""
+    saved = saved_step(folder)
+    if saved is None:
+        return f"no checkpoint has been written; {f'all {step} steps are lost' if step else 'nothing was trained'}"
+    if saved >= step:
+        return f"the checkpoint of step {saved} holds all of it"
+    return f"the steps after the checkpoint of step {saved} are lost"
+
+
 def _read_record(path: Path) -> Seen | None:
     try:
         with path.open("rb") as file:
@@ -115,7 +136,7 @@ def _is_sound(record: RankRecord) -> bool:
     """True if every field is of its kind. A run's folder may come from a stranger, and what a record says goes into
     commands on other hosts."""
     numbers = (record.pid, record.started, record.rank, record.step, record.beats)
-    texts = (record.host, record.place, record.launch, record.time, record.during, record.error)
+    texts = (record.host, record.place, record.launch, record.key, record.time, record.during, record.error)
     return (
         all(type(number) is int and 0 <= number < 2**63 for number in numbers)
         and all(type(text) is str for text in texts)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron_style.base.command import log
+from megatron_style.base.command import EXIT_INTERRUPTED, log
 from megatron_style.base.errors import Diverged, Stopped, UserError
 from megatron_style.supervision.heartbeat import Heartbeat
 from megatron_style.supervision.lock import FolderLock, remove_if_empty
 from megatron_style.supervision.process import this_process
 from megatron_style.supervision.rank_log import log_path, rank_log
-from megatron_style.supervision.record import State, Status, now, write_status
+from megatron_style.supervision.record import State, Status, now, what_is_lost, write_status
+from megatron_style.supervision.signals import StopSignals
 
 _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connection reset", "Broken pipe", "ProcessGroup")
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[Heartbeat]:
+def watched(folder: Path, signals: StopSignals) -> Iterator[Heartbeat]:
     """When one rank stops, the others end within 30 seconds, and one of them says who it was."""
     launch = _begin(folder)
     try:
@@ -32,7 +34,8 @@ def watched(folder: Path) -> Iterator[Heartbeat]:
             if launch.lock:
                 heartbeat.every_beat = launch.lock.refresh
                 heartbeat.before_leaving = lambda reason: launch.ends("failed", heartbeat.step, reason)
-            heartbeat.beat()
+            signals.react = lambda: _end_at_once(folder, heartbeat.step) if signals.ends_at_once else None
+            heartbeat.beat()  # from here on the rank may be asked to stop
             dist.barrier()  # every rank has its record: whoever is missing from now on is lost
             heartbeat.start()
             try:
@@ -104,11 +107,20 @@ def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException)
     elif isinstance(error, Stopped):
         heartbeat.ended()
         launch.ends("stopped", heartbeat.step, str(error))
+        with suppress(RuntimeError):
+            dist.barrier()  # some launchers kill the others as soon as one leaves: rank 0 has written its word by then
     else:
         if _lost_a_peer(error):
             heartbeat.wait_for_cause(told)
         heartbeat.failed(told)
         launch.ends("diverged" if isinstance(error, Diverged) else "failed", heartbeat.step, told)
+
+
+def _end_at_once(folder: Path, step: int) -> NoReturn:
+    """Not by an exception: the main thread may wait in a collective that nothing interrupts."""
+    if dist.get_rank() == 0:
+        log(f"interrupted at step {step}; {what_is_lost(folder, step)}")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what schedulers send before they kill
+from megatron_style.supervision.signals import StopSignals
+
 _NOT_YET, _SIGNALLED, _OUT_OF_TIME = range(3)
 _REASONS = (None, "a signal asked for it", "output.stop_after is over")
 
@@ -18,14 +17,13 @@ class StopRequest:
     """The ranks agree about a request while the next step computes, so that no step waits for it: they leave after the
     step that follows it."""
 
-    def __init__(self, *, after_seconds: float | None, device: torch.device) -> None:
+    def __init__(self, signals: StopSignals, *, after_seconds: float | None, device: torch.device) -> None:
+        self._signals = signals
         self._asked = _NOT_YET
         self._deadline = None if after_seconds is None else time.monotonic() + after_seconds
         self._verdict = torch.zeros((), dtype=torch.int32, device=device)
         self._on_host = torch.zeros((), dtype=torch.int32, pin_memory=device.type != "cpu")
         self._copied = None if device.type == "cpu" else torch.Event(device)
-        for number in _SIGNALS:
-            signal.signal(number, self._on_signal)
 
     def agreed(self) -> str | None:
         """Return why to stop after this step, the same on every rank; None to continue. Called once in a step."""
@@ -34,13 +32,11 @@ class StopRequest:
         found = _REASONS[int(self._on_host.numpy())]
         if self._deadline is not None and time.monotonic() > self._deadline:
             self._asked = max(self._asked, _OUT_OF_TIME)
+        if self._signals.asked:
+            self._asked = max(self._asked, _SIGNALLED)
         self._verdict.fill_(self._asked)
         dist.all_reduce(self._verdict, op=dist.ReduceOp.MAX)
         self._on_host.copy_(self._verdict, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
         return found
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._asked = max(self._asked, _SIGNALLED)

@@ -6,14 +6,10 @@ python -m megatron_style.supervision.supervisor --processes 2 run_configs/quicks
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from types import FrameType
 
 from megatron_style.base.command import (
     EXIT_BAD_INPUT,
@@ -31,9 +27,11 @@ from megatron_style.config.run import load_run, seconds_of
 from megatron_style.config.train_arguments import add_run_arguments, settings_of
 from megatron_style.hosts.hosts import read_hostfile
 from megatron_style.supervision.cluster import Hosts, Ssh, answering, divisible, signal_ranks, ssh
-from megatron_style.supervision.launch_spec import Order, launch_environment
+from megatron_style.supervision.launch import Launch
+from megatron_style.supervision.launch_spec import Order
 from megatron_style.supervision.lock import FolderLock
-from megatron_style.supervision.record import RankRecord, Status, read_records, read_status
+from megatron_style.supervision.record import RankRecord, read_records
+from megatron_style.supervision.signals import StopSignals
 
 STOP_SECONDS = 120.0  # to save and leave, when the supervisor is asked to stop
 LONGEST_PAUSE = 300.0
@@ -42,9 +40,6 @@ LOOK_SECONDS = 1.0
 
 class Asked(Exception):
     """Someone wants the supervisor to end."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class Failed(Exception):
@@ -56,24 +51,22 @@ class Supervisor:
         self._order, self._ssh = order, ssh
         self._folder = order.run.output.path
         self._lock = FolderLock(self._folder / "supervisor.json")
-        self._asked = 0
-        self._process: subprocess.Popen[bytes] | None = None
         self._leftovers: list[RankRecord] = []  # ranks of the last launch, which may live
         self._attempts: list[str] = []
 
     def run(self) -> int:
-        """The exit code. Whatever happens, no rank is left behind."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        """Return the exit code. Whatever happens, no rank remains."""
         refusal = self._lock.take()
         if refusal:
             raise UserError(refusal)
+        self._signals = StopSignals()
         try:
             return self._until_done()
-        except Asked as asked:
-            return self._leave(asked.number)
+        except Asked:
+            log("supervisor: asked to stop between two attempts")
+            return EXIT_STOPPED
         finally:
-            self._end_launch()
+            self._signals.close()
             self._lock.release()
 
     def _until_done(self) -> int:
@@ -101,31 +94,26 @@ class Supervisor:
             self._sleep(seconds)
 
     def _attempt(self) -> int:
-        """Success is what the run itself recorded: killing a launcher's process on a host gives exit code 0."""
-        before = read_status(self._folder)
+        """Return the run's own exit code, if trying again would not change it."""
         with tempfile.TemporaryDirectory() as directory:
-            command, environment = self._command(Path(directory)), launch_environment(Path(directory))
-            self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-            try:
-                self._wait(self._process)
-            finally:
-                if not self._asked:
-                    self._end_launch()
-        code, status = self._process.returncode, read_status(self._folder)
-        if status is None or (before is not None and before.launch == status.launch):
-            status = None
-        if status and status.state == "finished":
-            log(f"supervisor: finished at step {status.step}, in attempt {len(self._attempts) + 1}")
-            return EXIT_DONE
-        if status and status.state == "stopped":
-            return EXIT_STOPPED
-        if status and status.state == "diverged":
-            log(f"supervisor: step {status.step}: {status.error}; not tried again, because it would diverge again")
-            return EXIT_DIVERGED
-        if code == EXIT_BAD_INPUT:
+            command = self._command(Path(directory))
+            with Launch(command, self._folder, hosts=list(self._order.hosts), ssh=self._ssh) as launch:
+                try:
+                    self._wait(launch)
+                except Asked:
+                    launch.stop(self._signals, seconds=STOP_SECONDS)
+                finally:
+                    self._leftovers = launch.records  # on a host that does not answer
+        code = launch.code(self._signals)
+        if code == EXIT_DONE:
+            log(f"supervisor: finished at step {launch.step}, in attempt {len(self._attempts) + 1}")
+        elif code == EXIT_DIVERGED:
+            log(f"supervisor: {self._reason(launch)}; not tried again, because it would diverge again")
+        elif code == EXIT_BAD_INPUT:
             log("supervisor: the run's input is wrong, so it is not tried again")
-            return EXIT_BAD_INPUT
-        raise Failed(self._reason(status, code))
+        elif code not in (EXIT_STOPPED, EXIT_INTERRUPTED) and not self._signals.asked:
+            raise Failed(self._reason(launch))
+        return code
 
     def _command(self, directory: Path) -> list[str]:
         return self._order.command(directory, self._usable_hosts() if self._order.hosts else {})
@@ -142,14 +130,14 @@ class Supervisor:
             raise Failed(f"the hosts that answer have room for {room} ranks; parallel.tensor needs {tensor}")
         return hosts
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, launch: Launch) -> None:
         last, since = self._position(), time.monotonic()
-        while not has_ended(process):
+        while not launch.has_ended:
             self._sleep(LOOK_SECONDS)
             position = self._position()
             if position != last:
                 last, since = position, time.monotonic()
-            if time.monotonic() - since > self._order.stall and not has_ended(process):
+            if time.monotonic() - since > self._order.stall and not launch.has_ended:
                 raise Failed(f"no new step for {self._order.stall:g} s")
 
     def _position(self) -> list[tuple[str, int, str]]:
@@ -164,40 +152,20 @@ class Supervisor:
         except OSError:
             return ""
 
-    def _reason(self, status: Status | None, code: int) -> str:
-        """Rank 0's word, or another rank's; when all were killed, there is none."""
-        told = [record.error for record in self._records() if record.phase == "failed" and record.error]
-        if status:
-            return f"step {status.step}: {status.error}"
-        return told[0] if told else f"the launcher ended with exit code {code}, and no rank could say why"
+    def _reason(self, launch: Launch) -> str:
+        """Return rank 0's word, or another rank's; when all were killed, there is none."""
+        if launch.status:
+            return f"step {launch.status.step}: {launch.status.error}"
+        told = [record.error for record in launch.records if record.phase == "failed" and record.error]
+        return (
+            told[0] if told else f"the launcher ended with exit code {launch.launcher_code}, and no rank could say why"
+        )
 
     def _refuse_to_share(self, run_lock: FolderLock) -> None:
         """A host that dropped out may still train there; it ends by itself, as its peers are gone."""
         refusal = run_lock.clear()
         if refusal:
             raise Failed(refusal)
-
-    def _end_launch(self) -> None:
-        """Killed, not asked: DeepSpeed's launcher answers a signal by a broad `pkill` on every host."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._leftovers = self._records()
-        signal_ranks(self._leftovers, self._order.hosts, self._ssh)
-
-    def _leave(self, number: int) -> int:
-        """Ctrl-C ends everything at once. SIGTERM lets the run save first, as a scheduler wants it."""
-        if number == signal.SIGINT:
-            log("supervisor: interrupted")
-            return EXIT_INTERRUPTED
-        log(f"supervisor: asked to stop; the run has {STOP_SECONDS:g} s to save")
-        if self._process and self._process.returncode is None:
-            signal_ranks(self._records(), self._order.hosts, self._ssh, signal.SIGTERM)
-            until = time.monotonic() + STOP_SECONDS
-            while not has_ended(self._process) and time.monotonic() < until:
-                time.sleep(0.2)
-        return EXIT_STOPPED
 
     def _summarise(self) -> None:
         log(f"supervisor: given up after {len(self._attempts)} attempts, at {self._checkpoint() or 'the beginning'}:")
@@ -207,8 +175,8 @@ class Supervisor:
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while True:
-            if self._asked:
-                raise Asked(self._asked)
+            if self._signals.asked:
+                raise Asked
             lost = self._lock.refresh()
             if lost:
                 raise UserError(lost)
@@ -216,15 +184,6 @@ class Supervisor:
             if left <= 0:
                 return
             time.sleep(min(left, 1.0))
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._asked = self._asked or number
-
-
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Without reaping it: while its pid is taken, so is the name of its process group."""
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _duration(text: str) -> float:

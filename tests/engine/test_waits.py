@@ -21,6 +21,7 @@ from megatron_style.engine.session import distributed_session
 from megatron_style.journal.journal import Journal
 from megatron_style.model.memory import Memory
 from megatron_style.schedule.stages import StageSchedule
+from megatron_style.supervision.signals import StopSignals
 from megatron_style.supervision.stop import StopRequest
 from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
@@ -60,7 +61,7 @@ def count_waits(run: RunConfig) -> list[Counter[str]]:
         corpus = open_corpus(run.data)
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        stop = StopRequest(after_seconds=3600.0, device=engine.device)
+        stop = StopRequest(StopSignals(), after_seconds=3600.0, device=engine.device)
         caches: tuple[Memory, ...] = ()
         counted = []
         with Journal(run, schedule, engine, topology, first_step=0) as journal:
@@ -93,7 +94,7 @@ def test_at_most_one_wait_is_ours(tmp_path: Path, zero: int, half: bool) -> None
 
 def agree_on_a_signal() -> list[str | None]:
     rank = int(os.environ["RANK"])
-    stop = StopRequest(after_seconds=None, device=torch.device("cpu"))
+    stop = StopRequest(StopSignals(), after_seconds=None, device=torch.device("cpu"))
     verdicts = [stop.agreed()]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)

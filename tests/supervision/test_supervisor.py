@@ -25,14 +25,20 @@ from tests.support.runs import tiny_run
 PRETEND = """
 import os, sys, time, uuid
 from pathlib import Path
-from megatron_style.supervision.record import Status, write_status
+from megatron_style.supervision.process import this_process
+from megatron_style.supervision.record import RankRecord, Status, write_record, write_status
 folder = Path(sys.argv[1])
 def count():
     with (folder / "attempts").open("a") as file:
         file.write(".")
     return (folder / "attempts").stat().st_size
 def end(state):
-    write_status(folder, Status(uuid.uuid4().hex, state, 7, "", "the disk is full"))
+    launch = uuid.uuid4().hex
+    key = os.environ["MEGATRON_STYLE_LAUNCH"]
+    (folder / "ranks").mkdir(exist_ok=True)
+    me = vars(this_process())
+    write_record(folder, RankRecord(**me, rank=0, launch=launch, step=7, phase="ended", time="", key=key))
+    write_status(folder, Status(launch, state, 7, "", "the disk is full"))
 def save(name):
     (folder / "checkpoints").mkdir(exist_ok=True)
     (folder / "checkpoints" / "latest").write_text(name)
@@ -41,13 +47,8 @@ attempt = count()
 
 
 @pytest.fixture(autouse=True)
-def _own_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A supervisor takes the signals of its process."""
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_style.supervision.supervisor.LOOK_SECONDS", 0.05)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 class Pretends(Supervisor):

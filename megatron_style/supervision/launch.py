@@ -1,0 +1,162 @@
+"""Run a launcher so that every signal reaches the run, and leave with the run's own exit code.
+
+python -m megatron_style.supervision.launch deepspeed --num_accelerators 2 --module megatron_style.train RUN.yaml
+
+A launcher answers Ctrl-C and SIGTERM by killing its ranks, DeepSpeed's on several hosts by a broad `pkill`. So it gets
+a session of its own, where a terminal's signals do not arrive, and the ranks are asked directly: they save, and leave
+together.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from megatron_style.base.command import (
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    log,
+    run_command,
+)
+from megatron_style.config.run import load_run
+from megatron_style.config.train_arguments import parse_train_arguments
+from megatron_style.hosts.forwarded_environment import LAUNCH, environment_file
+from megatron_style.hosts.hosts import read_hostfile
+from megatron_style.supervision.cluster import Ssh, kill_launch, signal_ranks, ssh
+from megatron_style.supervision.record import RankRecord, State, Status, read_records, read_status, what_is_lost
+from megatron_style.supervision.signals import StopSignals
+
+_PROGRAM = "megatron_style.train"
+_LOOK_SECONDS = 0.2
+_CODES: dict[State, int] = {"finished": EXIT_DONE, "stopped": EXIT_STOPPED, "diverged": EXIT_DIVERGED}
+
+
+class Launch:
+    """One start of a launcher and what it starts, on this host and others; after the `with` nothing of it is left."""
+
+    def __init__(self, command: Sequence[str], folder: Path, *, hosts: Sequence[str] = (), ssh: Ssh = ssh) -> None:
+        self._folder = folder
+        self._hosts = hosts
+        self._ssh = ssh
+        self._stopped_early = False
+        self._key = uuid.uuid4().hex  # in the environment of each of its processes, and in the records of its ranks
+        with tempfile.NamedTemporaryFile("w", prefix="environment", delete=False) as file:
+            file.write(environment_file(self._key))
+        self._environment_file = Path(file.name)
+        environment = os.environ | {LAUNCH: self._key, "DS_ENV_FILE": file.name}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Killed, not asked: DeepSpeed's launcher answers a signal by a broad `pkill` on every host."""
+        own_end = self.has_ended and self.status is not None and self.status.state in _CODES
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        kill_launch(self._key, () if own_end else self._hosts, self._ssh)
+        signal_ranks(self.records, (), self._ssh)  # waits for those of this host: a killed process takes a while to end
+        self._environment_file.unlink(missing_ok=True)
+
+    @property
+    def has_ended(self) -> bool:
+        """Without reaping it: while its pid is taken, so is the name of its process group."""
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    @property
+    def launcher_code(self) -> int:
+        """Return the launcher's own exit code, after the `with`."""
+        return self._process.returncode
+
+    @property
+    def records(self) -> list[RankRecord]:
+        """Return the records of the ranks of this launch."""
+        return [seen.record for seen in read_records(self._folder).values() if seen.record.key == self._key]
+
+    @property
+    def status(self) -> Status | None:
+        """Return what rank 0 recorded at the end of this launch."""
+        status = read_status(self._folder)
+        names = {record.launch for record in self.records}
+        return status if status and status.launch in names else None
+
+    @property
+    def step(self) -> int:
+        """Return how many steps are done, as the ranks told last."""
+        return max((record.step for record in self.records), default=0)
+
+    def stop(self, signals: StopSignals, *, seconds: float = float("inf")) -> None:
+        """Let the run save and leave, until the time is over or a second Ctrl-C. One that has not begun has nothing to
+        save, and is not waited for."""
+        until = time.monotonic() + seconds
+        ranks = self.records
+        self._stopped_early = not ranks
+        if ranks:
+            log("asked to stop: the run finishes its step, saves and leaves; a second Ctrl-C ends it at once")
+            self._ask(ranks)
+        while ranks and not self.has_ended and not signals.ends_at_once and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+
+    def code(self, signals: StopSignals) -> int:
+        """Return the run's own exit code, which is not always the launcher's, and say what an early end has lost."""
+        if self.status and self.status.state in _CODES:
+            return _CODES[self.status.state]
+        if signals.ends_at_once or self._stopped_early:
+            log(f"interrupted at step {self.step}; {what_is_lost(self._folder, self.step)}")
+            return EXIT_INTERRUPTED if signals.ends_at_once else EXIT_STOPPED
+        if self._process.returncode == EXIT_DONE and self._all_ended:
+            return EXIT_DONE
+        if self._process.returncode == EXIT_DONE or signals.asked:
+            log(f"error: the run ended at step {self.step} without a word; {what_is_lost(self._folder, self.step)}")
+        return self._process.returncode if 0 < self._process.returncode < 128 else EXIT_FAILED
+
+    @property
+    def _all_ended(self) -> bool:
+        """True if each rank of this launch says so itself: killing a launcher's process on a host gives exit code 0."""
+        return bool(self.records) and all(record.phase == "ended" for record in self.records)
+
+    def _ask(self, ranks: Sequence[RankRecord]) -> None:
+        """Ask the ranks that a pid or ssh leads to; they tell the others. Without any, the launcher (srun) is asked."""
+        if not self._hosts and not any(rank.is_local for rank in ranks):
+            os.kill(self._process.pid, signal.SIGTERM)
+        signal_ranks(ranks, self._hosts, self._ssh, signal.SIGTERM)
+
+
+def main() -> None:
+    signals = StopSignals()
+    words = sys.argv[1:]
+    with Launch(words, _run_folder(words), hosts=_hosts(words)) as launch:
+        while not launch.has_ended and not signals.asked:
+            time.sleep(_LOOK_SECONDS)
+        if signals.asked:
+            launch.stop(signals)
+    sys.exit(launch.code(signals))
+
+
+def _run_folder(words: Sequence[str]) -> Path:
+    """Return the output.path of the run, whose flags end the launcher's."""
+    return load_run(*parse_train_arguments(words[words.index(_PROGRAM) + 1 :])).output.path
+
+
+def _hosts(words: Sequence[str]) -> list[str]:
+    """Return the hosts that ssh reaches: those of a hostfile, unless Slurm starts the ranks there."""
+    if "--hostfile" not in words or "slurm" in words:
+        return []
+    return [host.name for host in read_hostfile(Path(words[words.index("--hostfile") + 1]))]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,159 @@
+"""TERM, USR1 and Ctrl-C to whatever started a run: it saves, leaves with 75, and no process remains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_style.supervision.record import RankRecord, read_records, read_status, saved_step
+from tests.end_to_end.test_launch_scripts import LAUNCH, SLURM, TAKE_A_HOSTFILE, environment
+from tests.support.launch import ROOT
+from tests.support.small_run import write_small_run
+
+TRAIN = ("--set", "stages.1.steps=100000", "--set", "output.log_every=1000")
+SCRIPTS: dict[str, dict[str, str]] = {
+    "local.sh": {"PROCESSES": "2"},
+    "torchrun.sh": {"PROCESSES": "2"},
+    "mpi.sh": {},
+    "slurm.sbatch": SLURM,
+    "slurm.sbatch over deepspeed": SLURM | {"VIA": "deepspeed"},
+}
+ASKED = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "INT": signal.SIGINT}
+IN_THE_SUITE = {("local.sh", "TERM"), ("torchrun.sh", "INT"), ("mpi.sh", "USR1"), ("slurm.sbatch", "TERM")}
+CASES = [
+    pytest.param(name, number, id=f"{name}-{number}", marks=() if (name, number) in IN_THE_SUITE else pytest.mark.sweep)
+    for name in SCRIPTS
+    for number in ASKED
+]
+
+
+@contextmanager
+def started(folder: Path, name: str, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A script, or `train` without one, in a process group of its own, as a terminal starts it."""
+    run_file = write_small_run(folder, ranks=1 if name == "train" else 2)
+    file, _, _ = name.partition(" ")
+    hosts = folder / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    before = [str(hosts)] if file in TAKE_A_HOSTFILE else []
+    script = (
+        ["bash", str(LAUNCH / file), *before] if name != "train" else [sys.executable, "-m", "megatron_style.train"]
+    )
+    words = [*script, str(run_file), *TRAIN, *flags]
+    with (folder / "told").open("wb") as told:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=environment(**SCRIPTS.get(name, {})), stdout=told, stderr=told, process_group=0
+        )
+    try:
+        yield process
+    finally:
+        for record in records(folder):
+            record.send(signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def records(folder: Path) -> list[RankRecord]:
+    return [seen.record for seen in read_records(folder / "run").values()]
+
+
+def told(folder: Path) -> str:
+    return (folder / "told").read_text()
+
+
+def training(folder: Path, process: subprocess.Popen[bytes], ranks: int) -> list[RankRecord]:
+    """Return the ranks of a run that has saved its first stage and trains in the second."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        assert process.poll() is None, told(folder)
+        found = records(folder)
+        if len(found) == ranks and all(record.phase == "training" and record.step > 2 for record in found):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(told(folder))
+
+
+def expect_saved(folder: Path, ranks: list[RankRecord]) -> None:
+    status = read_status(folder / "run")
+    assert status is not None
+    assert status.state == "stopped"
+    assert status.step == saved_step(folder / "run")
+    assert status.step > 2
+    assert [rank.rank for rank in ranks if not rank.is_gone] == []
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_a_script_hands_a_signal_to_the_run(tmp_path: Path, name: str, number: str) -> None:
+    with started(tmp_path, name) as process:
+        ranks = training(tmp_path, process, 2)
+        process.send_signal(ASKED[number])
+        assert process.wait(120) == 75, told(tmp_path)
+        expect_saved(tmp_path, ranks)
+
+
+@pytest.mark.parametrize("name", ["local.sh", *(pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPTS)])
+def test_the_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path: Path, name: str) -> None:
+    """To the process group, as a terminal sends it. The ranks are held up, so that they cannot save in between."""
+    with started(tmp_path, name) as process:
+        ranks = training(tmp_path, process, 2)
+        ranks[1].send(signal.SIGSTOP)
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None, told(tmp_path)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) == 130, told(tmp_path)
+        assert [rank.rank for rank in ranks if not rank.is_gone] == []
+    assert "; the steps after the checkpoint of step 2 are lost" in told(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["local.sh", pytest.param("torchrun.sh", marks=pytest.mark.sweep)])
+def test_a_signal_before_the_run_begins_is_not_lost(tmp_path: Path, name: str) -> None:
+    with started(tmp_path, name) as process:
+        while b"megatron_style.supervision.launch" not in command_of(process.pid) or not children(process.pid):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 75, told(tmp_path)
+    assert "interrupted at step 0; no checkpoint has been written; nothing was trained" in told(tmp_path)
+
+
+def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with started(tmp_path, "local.sh") as process:
+        ranks = training(tmp_path, process, 2)
+        (launcher,) = children(process.pid)
+        os.kill(launcher, signal.SIGKILL)
+        assert process.wait(30) == 1
+        assert [rank.rank for rank in ranks if not rank.is_gone] == []
+
+
+def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
+    with started(tmp_path, "train") as process:
+        ranks = training(tmp_path, process, 1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 75, told(tmp_path)
+        expect_saved(tmp_path, ranks)
+
+
+def test_the_second_ctrl_c_without_a_launcher_and_without_a_checkpoint(tmp_path: Path) -> None:
+    with started(tmp_path, "train", "--set", "stages.0.steps=100000") as process:
+        training(tmp_path, process, 1)
+        process.send_signal(signal.SIGSTOP)  # so that both arrive before the next step ends
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, told(tmp_path)
+    assert "no checkpoint has been written; all " in told(tmp_path)
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
