@@ -56,7 +56,7 @@ writers = {
     "lock.json": lambda: FolderLock(disk / "lock.json").take(),
     "report.html": write_report,
     "model": lambda: write_tiny_model(disk / "model"),
-    "nll.npz": lambda: evaluate.deliver(flags, store, None, score, {}),
+    "nll.npz": lambda: evaluate.write_results(flags, store, None, score, {}),
 }
 for free in (0, 1):  # blocks of the disk: nothing fits, or a beginning
     fill = (disk / "fill").open("wb", buffering=0)
