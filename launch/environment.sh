@@ -41,3 +41,14 @@ need_file() {
     echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2
     exit 2
 }
+
+# Export what ranks on other hosts need, and keep the names for `mpirun -x`: everybody can read values in a command line.
+export_carried() {
+    local lines line
+    lines=$(python -m megatron_style.hosts.forwarded_environment)
+    carried=()
+    while IFS= read -r line; do
+        export "${line?}"
+        carried+=(-x "${line%%=*}")
+    done <<<"$lines"
+}

@@ -10,6 +10,8 @@ need_file "${2:-}"
 hostfile=$1
 shift
 
-mapfile -t carried < <(python -m megatron_style.hosts.forwarded_environment | sed -n '/=/s/^/-x\n/p')
+# MPI's own sockets listen on all interfaces; ranks of one machine need none.
+[ "$(grep -c '^[^#]*slots=' "$hostfile")" -gt 1 ] || export OMPI_MCA_btl=${OMPI_MCA_btl:-self,sm}
+export_carried
 exec python -m megatron_style.supervision.launch mpirun --hostfile "$hostfile" --bind-to none -x MEGATRON_STYLE_LAUNCH \
     "${carried[@]}" python -m mpi4py -m megatron_style.train "$@"

@@ -6,6 +6,12 @@ cd "$(dirname "$0")/.."
 source launch/environment.sh
 need_file "${1:-}"
 rank=${NODE_RANK:-${JOB_COMPLETION_INDEX:-0}} # the latter is what Kubernetes tells the pods of an indexed Job
-exec python -m megatron_style.supervision.launch torchrun --nnodes "${NODES:-1}" --node-rank "$rank" \
-    --nproc-per-node "${PROCESSES:-auto}" --master-addr "${MASTER_ADDR:-127.0.0.1}" \
-    --master-port "${MASTER_PORT:-29500}" -m megatron_style.train "$@"
+meet=(--node-rank "$rank" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
+if [ "${NODES:-1}" = 1 ]; then # torchrun's own rendezvous would listen on all interfaces: a file serves one machine
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    file=$(mktemp)
+    (tail --pid=$$ -f /dev/null; rm "$file") &>/dev/null & # this script becomes the launch, and cannot clean up itself
+    meet=(--rdzv-backend c10d --rdzv-conf store_type=file --rdzv-endpoint "$file" --local-addr 127.0.0.1)
+fi
+exec python -m megatron_style.supervision.launch torchrun --nnodes "${NODES:-1}" --nproc-per-node "${PROCESSES:-auto}" \
+    "${meet[@]}" -m megatron_style.train "$@"

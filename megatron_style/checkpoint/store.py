@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.memory import Memory
-from megatron_style.parallel.sharding import layouts_of
+from megatron_style.parallel.collectives import gather_json
+from megatron_style.parallel.sharding import Fragment, layouts_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule
 
@@ -112,7 +114,7 @@ class CheckpointStore:
             return False
         mine = engine.fragments()
         alike = not mine or tuple(mine) == manifest.fragments.get(self._my_file(manifest.files, engine))
-        return all(_gather(alike))
+        return all(gather_json(alike))
 
     def save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
         try:
@@ -137,7 +139,7 @@ class CheckpointStore:
         if self._topology.tensor.rank == 0:
             self._write_caches(aside, progress.caches)
         dist.barrier()  # all files are there
-        parts = _gather(self._describe(aside, engine))
+        parts = gather_json(self._describe(aside, engine))
         manifest = self._manifest(parts, engine, progress, schedule)
         self._prove(aside, manifest, engine)
         if self._topology.is_first:
@@ -156,7 +158,7 @@ class CheckpointStore:
         mine = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
         if self._topology.is_first:
             mine = mine or gap(manifest)
-        problem = next((each for each in _gather(mine) if each), None)
+        problem = next((each for each in gather_json(mine) if each), None)
         if problem is None:
             return
         if self._topology.is_first:
@@ -179,8 +181,8 @@ class CheckpointStore:
             list(threads.map(sync, (folder / name for name in mine)))
         found = engine.fragments()
         return {
-            "files": {name: ((folder / name).stat().st_size, digest_of(folder / name)) for name in mine},
-            "fragments": {self._my_file(names, engine): tuple(found)} if found else {},
+            "files": {name: [(folder / name).stat().st_size, digest_of(folder / name)] for name in mine},
+            "fragments": {self._my_file(names, engine): [list(astuple(each)) for each in found]} if found else {},
         }
 
     def _my_file(self, names: Iterable[str], engine: TrainingEngine) -> str:
@@ -202,8 +204,8 @@ class CheckpointStore:
             corpus_tokens=schedule.corpus_tokens,
             grid=grid_of(engine, self._topology),
             parameters=layouts_of(engine.model),
-            fragments={name: found for part in parts for name, found in part["fragments"].items()},
-            files={name: file for part in parts for name, file in part["files"].items()},
+            fragments={name: _fragments(rows) for part in parts for name, rows in part["fragments"].items()},
+            files={name: (size, digest) for part in parts for name, (size, digest) in part["files"].items()},
             sound=progress.sound,
             losses=progress.losses,
         )
@@ -220,11 +222,11 @@ class CheckpointStore:
                 check_file(folder, name, size, digest)
         except Damaged as damage:
             problem = str(damage)
-        return next((told for told in _gather(problem) if told), None)
+        return next((told for told in gather_json(problem) if told), None)
 
     def _steps(self) -> list[int]:
         """Rank 0 looks, so that all ranks see the same."""
-        found: list[int] = _gather(self._steps_here() if self._topology.is_first else [])[0]
+        found: list[int] = gather_json(self._steps_here() if self._topology.is_first else [])[0]
         return found
 
     def _steps_here(self) -> list[int]:
@@ -294,6 +296,10 @@ def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> N
         )
 
 
+def _fragments(rows: Iterable[Sequence[Any]]) -> tuple[Fragment, ...]:
+    return tuple(Fragment(*row) for row in rows)
+
+
 def _split(tensors: Mapping[str, torch.Tensor], stage: Stage) -> tuple[Memory, ...]:
     """Return one memory for each micro-batch."""
     parts = zip(*(tensor.split(stage.micro_rows) for tensor in tensors.values()), strict=True)
@@ -320,9 +326,3 @@ def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch
 
 def _cache_file(data_rank: int) -> str:
     return f"caches_data_rank_{data_rank:05d}.safetensors"
-
-
-def _gather(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ from contextlib import contextmanager
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import mpi_discovery
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
-from megatron_style.hosts.launcher import DEFAULT_PORT, adopt_srun, count_hosts, launcher
+from megatron_style.hosts.launcher import DEFAULT_PORT, adopt_mpirun, adopt_srun, count_hosts, launcher
 from megatron_style.parallel.topology import Topology
+
+_LOOPBACK, _ADDRESS = "lo", "127.0.0.1"
 
 
 @contextmanager
@@ -49,21 +51,39 @@ def _join() -> None:
     port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # under mpirun nothing else would name it
     if started_by == "srun":
         adopt_srun()
-    if started_by == "mpirun" and "LOCAL_RANK" not in os.environ:
-        mpi_discovery(distributed_port=port, verbose=False)
+    if started_by == "mpirun":
+        adopt_mpirun(port)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it, also without a launcher
     backend = get_accelerator().communication_backend_name()
     take_device(int(os.environ["LOCAL_RANK"]))
+    hosts = count_hosts(started_by)
     if started_by == "none":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    rendezvous = _listen_on_loopback() if started_by != "none" and hosts == 1 else None
     deepspeed.init_distributed(backend, distributed_port=port, verbose=False)
-    hosts, processes = count_hosts(started_by), dist.get_world_size()
+    del rendezvous  # the process group holds it from here on
     if dist.get_rank() == 0:
-        log(f"launcher: {started_by}; processes: {processes}; hosts: {hosts}")
+        log(f"launcher: {started_by}; processes: {dist.get_world_size()}; hosts: {hosts or 'unknown'}")
+
+
+def _listen_on_loopback() -> object | None:
+    """Make the rendezvous of one host: torch's own listens on all interfaces, and lets anybody write. In the process
+    that holds this one, torch finds it by its port and makes none."""
+    if _LOOPBACK in [name for _, name in socket.if_nameindex()]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own process has the port
+        return None
+    os.environ["MASTER_ADDR"] = _ADDRESS
+    if os.environ["RANK"] != "0":
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    listening = socket.create_server((_ADDRESS, port)).detach()  # the store closes it
+    store = dist.TCPStore  # type: ignore[attr-defined]
+    return store(_ADDRESS, port, is_master=True, multi_tenant=True, master_listen_fd=listening)
 
 
 def take_device(local_rank: int) -> None:
-    """Make this rank's device the current one. Collectives of objects and barriers use the current device, which is
+    """Make this rank's device the current one. Collectives of JSON and barriers use the current device, which is
     the host's first one until it is set, while NCCL is bound to the one of LOCAL_RANK."""
     accelerator = get_accelerator()
     kind = accelerator.device_name()

@@ -1,13 +1,17 @@
 """The variables that the ranks on other hosts need and that ssh does not carry over.
 
-python -m megatron_style.hosts.forwarded_environment    (for the scripts in launch/)
+python -m megatron_style.hosts.forwarded_environment    (for the scripts in launch/: lines of NAME=value)
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
+
+from megatron_style.base.command import run_command
+from megatron_style.base.errors import UserError
 
 LAUNCH = "MEGATRON_STYLE_LAUNCH"  # names the launch in the environment of each of its processes
 _NAMES = (
@@ -19,21 +23,39 @@ _NAMES = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
 )
+_MLFLOW = "MLFLOW"  # DeepSpeed's launcher carries every variable that begins like this, also passwords
 _OWN_FILE = Path(".deepspeed_env")  # the user's, where DeepSpeed looks for it
+_LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)\s*")
 
 
-def carried_variables() -> list[str]:
-    """As NAME=value: those that are set."""
-    return [f"{name}={os.environ[name]}" for name in _NAMES if os.environ.get(name)]
+def carried_variables() -> dict[str, str]:
+    """Return all of them. The user's own file has the last word."""
+    return open_variables() | own_variables()
 
 
-def environment_file(launch: str = "") -> str:
-    """Return NAME=value lines. The deepspeed launcher sets on every host what the file DS_ENV_FILE names, and nothing
-    else. The user's own file comes last, so it has the last word."""
-    own = _OWN_FILE.read_text(encoding="utf-8") if _OWN_FILE.is_file() else ""
-    named = f"{LAUNCH}={launch}\n" if launch else ""
-    return named + "".join(f"{line}\n" for line in carried_variables()) + own
+def open_variables() -> dict[str, str]:
+    """Return what a launcher needs itself; none of it is a secret."""
+    return {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
+
+
+def own_variables() -> dict[str, str]:
+    """Return what the user adds. It may be a secret: it belongs neither into a command line nor into a log."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_MLFLOW)}
+    lines = _OWN_FILE.read_text(encoding="utf-8").splitlines() if _OWN_FILE.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise UserError(f"{_OWN_FILE}, line {number}: is no variable; expected NAME=value")
+        variables[match["name"]] = match["value"]
+    return variables
+
+
+def main() -> None:
+    for name, value in carried_variables().items():
+        sys.stdout.write(f"{name}={value}\n")
 
 
 if __name__ == "__main__":
-    sys.stdout.write(environment_file())
+    run_command(main)

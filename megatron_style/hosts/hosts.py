@@ -37,8 +37,9 @@ class Host:
     def ask(self, question: str, *, limit: float = 60, **details: object) -> dict[str, Any]:
         """What `hosts/probe.py` answers there. The other side has a time limit too: nothing is left behind."""
         probe = [sys.executable, "-m", "megatron_style.hosts.probe", question, json.dumps(details)]
-        words = ["timeout", "-k", "2", str(limit), "env", *carried_variables(), *probe]
-        said = self.run(f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}", limit + 10)
+        words = ["timeout", "-k", "2", str(limit), *probe]
+        command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
+        said = self.run(command, limit + 10, told=json.dumps(carried_variables()))
         try:
             answer: dict[str, Any] = json.loads(said.splitlines()[-1])
         except (IndexError, ValueError):
@@ -51,11 +52,15 @@ class Host:
         told = self.run("date +%s.%N", 15)
         return float(told) - (begin + time.time()) / 2
 
-    def run(self, command: str, seconds: float) -> str:
-        """What the command says there."""
-        words = [*_SSH, self.name, command] if self.over_ssh else ["sh", "-c", command]
+    def words(self, command: str) -> list[str]:
+        """Return what runs the command there."""
+        return [*_SSH, self.name, command] if self.over_ssh else ["sh", "-c", command]
+
+    def run(self, command: str, seconds: float, *, told: str = "") -> str:
+        """Return what the command says there. It is told something on standard input, which nobody else sees."""
+        words = self.words(command)
         try:
-            done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+            done = subprocess.run(words, input=told, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             raise Unanswered(f"no answer within {seconds:.0f} s") from None
         except FileNotFoundError:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+from array import array
 
 import torch
 
 from megatron_style.base.errors import UserError
 
 DEFAULT_PORT = 29500  # DeepSpeed's and torchrun's own
+_HOSTS = {
+    "deepspeed": "CROSS_SIZE",
+    "mpirun": "CROSS_SIZE",
+    "torchrun": "GROUP_WORLD_SIZE",
+    "srun": "SLURM_STEP_NUM_NODES",
+}
+_ADDRESS_BYTES = 64  # longer than any address of IPv6
 
 
 def launcher() -> str:
@@ -43,14 +53,34 @@ def adopt_srun() -> None:
     }
 
 
-def count_hosts(started_by: str) -> int:
-    """After the grid was joined. Launchers say it themselves; mpirun's ranks ask one another."""
-    if started_by == "mpirun":
-        from mpi4py import MPI  # its import starts MPI, which only `mpirun` can serve
+def adopt_mpirun(port: int) -> None:
+    """Say to torch in its own words what MPI knows. Only buffers are exchanged: mpi4py pickles everything else."""
+    from mpi4py import MPI  # its import starts MPI, which only `mpirun` can serve
 
-        return len(set(MPI.COMM_WORLD.allgather(MPI.Get_processor_name())))
-    told = {"deepspeed": "CROSS_SIZE", "torchrun": "GROUP_WORLD_SIZE", "srun": "SLURM_STEP_NUM_NODES"}
-    return int(os.environ.get(told.get(started_by, ""), "1"))
+    world = MPI.COMM_WORLD
+    here = world.Split_type(MPI.COMM_TYPE_SHARED)
+    hosts = array("i", [here.Get_rank() == 0])
+    world.Allreduce(MPI.IN_PLACE, hosts)
+    address = bytearray(_first_address().encode().ljust(_ADDRESS_BYTES))
+    world.Bcast(address, root=0)
+    os.environ[_HOSTS["mpirun"]] = str(hosts[0])
+    if "LOCAL_RANK" not in os.environ:
+        os.environ |= {
+            "RANK": str(world.Get_rank()),
+            "LOCAL_RANK": str(here.Get_rank()),
+            "WORLD_SIZE": str(world.Get_size()),
+            "MASTER_ADDR": address.decode().strip(),
+            "MASTER_PORT": str(port),
+        }
+    here.Free()
+
+
+def count_hosts(started_by: str) -> int | None:
+    """Return what the launcher says, or None if it says nothing: then there may be several."""
+    if started_by == "none":
+        return 1
+    told = os.environ.get(_HOSTS[started_by])
+    return int(told) if told else None
 
 
 def accelerator() -> torch.device:
@@ -59,6 +89,12 @@ def accelerator() -> torch.device:
     if os.environ.get("DS_ACCELERATOR") == "cpu" or found is None:
         return torch.device("cpu")
     return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _first_address() -> str:
+    """Return this host's first address, as DeepSpeed's launcher finds it."""
+    told = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    return told[0] if told else socket.gethostbyname(socket.gethostname())
 
 
 def _port_of_job(job: int) -> int:

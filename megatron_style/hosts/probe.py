@@ -1,6 +1,8 @@
 """What `doctor` asks a host, answered on that host: one JSON line on standard output.
 
-python -m megatron_style.hosts.probe facts '{"folder": "runs/first", "files": []}'
+python -m megatron_style.hosts.probe facts '{"folder": "runs/first", "files": []}' <<<'{"NAME": "value"}'
+
+Standard input has the variables that a rank would have there; they may be secrets.
 """
 
 from __future__ import annotations
@@ -164,4 +166,5 @@ QUESTIONS: dict[str, Callable[..., dict[str, object]]] = {
 }
 
 if __name__ == "__main__":
+    os.environ |= json.load(sys.stdin)
     print(json.dumps(QUESTIONS[sys.argv[1]](**json.loads(sys.argv[2]))))  # noqa: T201

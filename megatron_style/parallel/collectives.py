@@ -1,4 +1,4 @@
-"""The differentiable collectives of tensor parallelism, as plain functions.
+"""The differentiable collectives of tensor parallelism, as plain functions, and collectives of JSON values.
 
 function            forward      backward      Megatron's name
 copy_to_shards      identity     all-reduce    f
@@ -7,6 +7,7 @@ reduce_from_shards  all-reduce   identity      g
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -53,3 +54,50 @@ def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
     if axis.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
     return largest
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return the values of all ranks, in their order. torch's collectives of objects would unpickle what arrives."""
+    mine = _bytes_of(value)
+    lengths = [torch.zeros_like(_length_of(mine)) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, _length_of(mine))
+    sizes = [int(length) for length in lengths]
+    padded = mine.new_zeros(max(sizes))
+    padded[: len(mine)] = mine
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    return [_value_of(data[:size]) for data, size in zip(everyone, sizes, strict=True)]
+
+
+def broadcast_json(value: Any) -> Any:
+    """Return rank 0's value on every rank; those of the others are ignored."""
+    mine = _bytes_of(value)
+    length = _length_of(mine)
+    dist.broadcast(length, src=0)
+    data = mine if dist.get_rank() == 0 else mine.new_empty(int(length))
+    dist.broadcast(data, src=0)
+    return _value_of(data)
+
+
+def _bytes_of(value: Any) -> Tensor:
+    """Refuse what would not arrive as it was sent, such as a tuple, a key that is a number, or NaN."""
+    text = json.dumps(value, allow_nan=False)
+    if json.loads(text) != value:
+        raise TypeError(f"{value!r:.200}: does not survive JSON; send lists, and dictionaries with strings as keys")
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+
+
+def _value_of(data: Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())
+
+
+def _length_of(data: Tensor) -> Tensor:
+    return torch.tensor([len(data)], dtype=torch.int64, device=data.device)
+
+
+def _device() -> torch.device:
+    """Return where the backend wants its tensors: NCCL on this rank's current device, gloo on the host."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if dist.get_backend() == "gloo" or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

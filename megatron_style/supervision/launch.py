@@ -13,10 +13,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
@@ -31,8 +31,8 @@ from megatron_style.base.command import (
 )
 from megatron_style.config.run import load_run
 from megatron_style.config.train_arguments import parse_train_arguments
-from megatron_style.hosts.forwarded_environment import LAUNCH, environment_file
-from megatron_style.hosts.hosts import read_hostfile
+from megatron_style.hosts.carrier import launch_environment
+from megatron_style.hosts.hosts import Host, read_hostfile
 from megatron_style.supervision.cluster import Ssh, kill_launch, signal_ranks, ssh
 from megatron_style.supervision.record import RankRecord, State, Status, read_records, read_status, what_is_lost
 from megatron_style.supervision.signals import StopSignals
@@ -45,17 +45,25 @@ _CODES: dict[State, int] = {"finished": EXIT_DONE, "stopped": EXIT_STOPPED, "div
 class Launch:
     """One start of a launcher and what it starts, on this host and others; after the `with` nothing of it is left."""
 
-    def __init__(self, command: Sequence[str], folder: Path, *, hosts: Sequence[str] = (), ssh: Ssh = ssh) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        *,
+        hosts: Sequence[str] = (),
+        over_ssh: Sequence[str] = (),
+        ssh: Ssh = ssh,
+    ) -> None:
+        """`hosts` may have processes of this launch; to those `over_ssh` the deepspeed launcher carries variables."""
         self._folder = folder
         self._hosts = hosts
         self._ssh = ssh
         self._stopped_early = False
         self._key = uuid.uuid4().hex  # in the environment of each of its processes, and in the records of its ranks
-        with tempfile.NamedTemporaryFile("w", prefix="environment", delete=False) as file:
-            file.write(environment_file(self._key))
-        self._environment_file = Path(file.name)
-        environment = os.environ | {LAUNCH: self._key, "DS_ENV_FILE": file.name}
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        with ExitStack() as stack:
+            environment = stack.enter_context(launch_environment([Host(name) for name in over_ssh], self._key))
+            self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+            self._environment = stack.pop_all()
 
     def __enter__(self) -> Launch:
         return self
@@ -69,7 +77,7 @@ class Launch:
         self._process.wait()
         kill_launch(self._key, () if own_end else self._hosts, self._ssh)
         signal_ranks(self.records, (), self._ssh)  # waits for those of this host: a killed process takes a while to end
-        self._environment_file.unlink(missing_ok=True)
+        self._environment.close()
 
     @property
     def has_ended(self) -> bool:
@@ -138,7 +146,8 @@ class Launch:
 def main() -> None:
     signals = StopSignals()
     words = sys.argv[1:]
-    with Launch(words, _run_folder(words), hosts=_hosts(words)) as launch:
+    hosts = _hosts(words)
+    with Launch(words, _run_folder(words), hosts=hosts, over_ssh=_over_ssh(words, hosts)) as launch:
         while not launch.has_ended and not signals.asked:
             time.sleep(_LOOK_SECONDS)
         if signals.asked:
@@ -156,6 +165,11 @@ def _hosts(words: Sequence[str]) -> list[str]:
     if "--hostfile" not in words or "slurm" in words:
         return []
     return [host.name for host in read_hostfile(Path(words[words.index("--hostfile") + 1]))]
+
+
+def _over_ssh(words: Sequence[str], hosts: Sequence[str]) -> Sequence[str]:
+    """Return the hosts that the deepspeed launcher reaches by ssh: it starts the ranks of a single host itself."""
+    return hosts if Path(words[0]).name == "deepspeed" and len(hosts) > 1 else ()
 
 
 if __name__ == "__main__":

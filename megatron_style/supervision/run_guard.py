@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from megatron_style.base.command import EXIT_INTERRUPTED, log
 from megatron_style.base.errors import Diverged, Stopped, UserError
+from megatron_style.parallel.collectives import broadcast_json, gather_json
 from megatron_style.supervision.heartbeat import Heartbeat
 from megatron_style.supervision.lock import FolderLock, remove_if_empty
 from megatron_style.supervision.process import this_process
@@ -77,9 +78,7 @@ class _Launch:
 def _begin(folder: Path) -> _Launch:
     """Rank 0 takes the lock before anything is written, and all ranks learn together whether they may go on."""
     lock = FolderLock(folder / "lock.json") if dist.get_rank() == 0 else None
-    begin: list[Any] = [lock.take(), uuid.uuid4().hex] if lock else [None, None]
-    dist.broadcast_object_list(begin, src=0)
-    refusal, name = begin
+    refusal, name = broadcast_json([lock.take(), uuid.uuid4().hex] if lock else None)
     if refusal:
         raise UserError(refusal)
     for part in ("ranks", "logs"):
@@ -90,8 +89,7 @@ def _begin(folder: Path) -> _Launch:
 def _ranks_to_watch() -> list[int]:
     """Rank 0 watches all. The others watch rank 0, which tells them, and their own host."""
     me = this_process()
-    places: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (me.host, me.place))
+    places = gather_json([me.host, me.place])
     here = places[dist.get_rank()]
     return [rank for rank, place in enumerate(places) if 0 in (rank, dist.get_rank()) or place == here]
 

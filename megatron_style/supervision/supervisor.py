@@ -25,7 +25,7 @@ from megatron_style.base.command import (
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import load_run, seconds_of
 from megatron_style.config.train_arguments import add_run_arguments, settings_of
-from megatron_style.hosts.hosts import read_hostfile
+from megatron_style.hosts.hosts import Unanswered, read_hostfile
 from megatron_style.supervision.cluster import Hosts, Ssh, answering, divisible, signal_ranks, ssh
 from megatron_style.supervision.launch import Launch
 from megatron_style.supervision.launch_spec import Order
@@ -95,15 +95,8 @@ class Supervisor:
 
     def _attempt(self) -> int:
         """Return the run's own exit code, if trying again would not change it."""
-        with tempfile.TemporaryDirectory() as directory:
-            command = self._command(Path(directory))
-            with Launch(command, self._folder, hosts=list(self._order.hosts), ssh=self._ssh) as launch:
-                try:
-                    self._wait(launch)
-                except Asked:
-                    launch.stop(self._signals, seconds=STOP_SECONDS)
-                finally:
-                    self._leftovers = launch.records  # on a host that does not answer
+        hosts = self._usable_hosts() if self._order.hosts else {}
+        launch = self._launch(hosts)
         code = launch.code(self._signals)
         if code == EXIT_DONE:
             log(f"supervisor: finished at step {launch.step}, in attempt {len(self._attempts) + 1}")
@@ -115,8 +108,27 @@ class Supervisor:
             raise Failed(self._reason(launch))
         return code
 
-    def _command(self, directory: Path) -> list[str]:
-        return self._order.command(directory, self._usable_hosts() if self._order.hosts else {})
+    def _launch(self, hosts: Hosts) -> Launch:
+        """Start the run on these hosts, wait until it has ended, and end what remains."""
+        with tempfile.TemporaryDirectory() as directory:
+            command = self._command(Path(directory), hosts)
+            try:
+                launch = Launch(
+                    command, self._folder, hosts=list(self._order.hosts), over_ssh=list(hosts), ssh=self._ssh
+                )
+            except Unanswered as error:
+                raise Failed(str(error)) from None
+            with launch:
+                try:
+                    self._wait(launch)
+                except Asked:
+                    launch.stop(self._signals, seconds=STOP_SECONDS)
+                finally:
+                    self._leftovers = launch.records  # on a host that does not answer
+        return launch
+
+    def _command(self, directory: Path, hosts: Hosts) -> list[str]:
+        return self._order.command(directory, hosts)
 
     def _usable_hosts(self) -> Hosts:
         tensor = self._order.run.parallel.tensor

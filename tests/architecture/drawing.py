@@ -20,7 +20,7 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "model": "config parallel",
         "inference": "base config data model parallel schedule",
         "hosts": "base",
-        "supervision": "base config hosts",
+        "supervision": "base config hosts parallel",
         "engine": "base config data hosts model parallel schedule",
         "checkpoint": "base config data engine model parallel schedule",
         "formats": "base checkpoint config data engine model parallel schedule",

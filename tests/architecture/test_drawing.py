@@ -10,6 +10,22 @@ from tests.architecture.drawing import NEEDS, ONLY_IN, TORCH_FREE, graph, reacha
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_style"
+PICKLES = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
+MAY_NAME_PICKLE = {
+    "checkpoint/logical.py": {"pickle.UnpicklingError"},
+    "engine/local_ranks.py": {"pickle.loads", "pickle.dumps"},  # results of its own forked children
+}
+OBJECT_COLLECTIVES = frozenset(
+    {
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+        "send_object_list",
+        "recv_object_list",
+    }
+)
+PICKLING_CALLS_OF_MPI = frozenset({"allgather", "bcast", "gather", "scatter", "send", "recv", "alltoall"})
 MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
 
 
@@ -66,6 +82,26 @@ def test_no_module_keeps_mutable_state() -> None:
             where = f"{path}:{node.lineno}"
             assert not isinstance(value, ast.List | ast.Set | ast.ListComp), f"{where}: use a tuple or frozenset"
             assert not isinstance(node, ast.Global), f"{where}: no global statement"
+
+
+def test_nothing_from_another_process_is_unpickled() -> None:
+    for path in MODULES:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+        named = {ast.unparse(node) for node in attributes if ast.unparse(node.value) in PICKLES}
+        called = {node.attr for node in attributes}
+        assert named <= MAY_NAME_PICKLE.get(str(path.relative_to(PACKAGE)), set()), path
+        assert not any(isinstance(node, ast.ImportFrom) and node.module in PICKLES for node in nodes), path
+        assert not OBJECT_COLLECTIVES & called, path
+        assert "mpi4py" not in imports(path) or not PICKLING_CALLS_OF_MPI & called, path
+
+
+def test_torch_loads_weights_only() -> None:
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get("weights_only") == "True", f"{path}:{node.lineno}"
 
 
 def test_every_test_folder_mirrors_a_room() -> None:

@@ -62,7 +62,7 @@ def other_version(hosts: Cluster, hostfile: Path, output: Path) -> Iterator[None
 @contextlib.contextmanager
 def port_in_use(hosts: Cluster, hostfile: Path, output: Path) -> Iterator[None]:
     details, own_id = json.dumps({"port": PORT, "guests": 99, "seconds": 120}), output.parent / "listener"
-    probe = f"echo $$ >{own_id}; exec {sys.executable} -m megatron_style.hosts.probe listen '{details}'"
+    probe = f"echo $$ >{own_id}; exec {sys.executable} -m megatron_style.hosts.probe listen '{details}' <<<'{{}}'"
     listener = hosts.start("bash", "-c", probe)
     hosts.run("bash", "-c", f"until ss -ltn | grep -q :{PORT}; do sleep 0.1; done")
     try:

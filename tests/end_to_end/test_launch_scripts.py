@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.support.launch import ROOT, free_port
+from tests.support.observed import listening_while
 from tests.support.small_run import losses, write_small_run
 
 LAUNCH = ROOT / "launch"
@@ -91,6 +92,20 @@ def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path,
     assert result.returncode == 0, result.stderr
     assert found in result.stderr
     np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["local", "torchrun", "mpirun"])
+def test_one_machine_listens_on_loopback_only(case: str, tmp_path: Path) -> None:
+    """mpirun's own process is Open MPI's matter, so only its ranks are looked at."""
+    name, variables, _ = CASES[case]
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    before = [str(hosts)] if name in TAKE_A_HOSTFILE else []
+    command = ["bash", str(LAUNCH / name), *before, str(write_small_run(tmp_path, ranks=2))]
+    seen = listening_while(command, environment(**variables), tmp_path)
+    assert seen.listening["rank"] == {"127.0.0.1"}
+    if case != "mpirun":
+        assert seen.listening.get("launcher", set()) <= {"127.0.0.1"}
 
 
 def test_slurm_directives_are_what_they_should_be() -> None:

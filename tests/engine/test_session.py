@@ -68,9 +68,9 @@ def test_under_a_launcher_the_device_comes_before_the_process_group(
 
 
 def test_under_mpirun_too(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """MPI does not say LOCAL_RANK; DeepSpeed's discovery finds it, and has to come first."""
+    """MPI does not say LOCAL_RANK; it has to be found first."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    monkeypatch.setattr(session, "mpi_discovery", lambda **_: monkeypatch.setenv("LOCAL_RANK", "3"))
+    monkeypatch.setattr(session, "adopt_mpirun", lambda _: monkeypatch.setenv("LOCAL_RANK", "3"))
     monkeypatch.setattr(session, "count_hosts", lambda _: 2)
     enter_and_leave()
     assert calls[:3] == [("set_device", 3), ("init_distributed", "nccl"), ("first collective",)]

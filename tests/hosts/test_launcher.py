@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.hosts.launcher import adopt_srun, launcher
+from megatron_style.hosts.launcher import adopt_srun, count_hosts, launcher
 
 TASK = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
         "SLURM_JOB_ID": "123456", "PMI_SIZE": "4"}  # fmt: skip
@@ -50,3 +50,15 @@ def test_srun_over_hosts_needs_the_first_one(monkeypatch: pytest.MonkeyPatch) ->
     become(monkeypatch, TASK | {"SLURM_STEP_NUM_NODES": "1"})
     adopt_srun()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_launcher_that_does_not_say_how_many_hosts_may_have_used_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of several hosts must not wait on the loopback of each."""
+    become(monkeypatch, {"RANK": "0", "WORLD_SIZE": "4"})
+    assert count_hosts("deepspeed") is None
+    become(monkeypatch, {"CROSS_SIZE": "1"})
+    assert count_hosts("deepspeed") == 1
+    become(monkeypatch, {"GROUP_WORLD_SIZE": "3"})
+    assert count_hosts("torchrun") == 3
+    become(monkeypatch, {})
+    assert count_hosts("none") == 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.supervision.cluster import divisible, signal_ranks
+from megatron_style.supervision.cluster import Hosts, divisible, signal_ranks
 from megatron_style.supervision.launch_spec import Order
 from megatron_style.supervision.lock import FolderLock
 from megatron_style.supervision.process import Process, started_at, this_process
@@ -54,7 +54,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 class Pretends(Supervisor):
     script = ""
 
-    def _command(self, directory: Path) -> list[str]:
+    def _command(self, directory: Path, hosts: Hosts) -> list[str]:
         return [sys.executable, "-c", PRETEND + self.script, str(self._folder)]
 
 
@@ -178,7 +178,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, silent: str, tens
     supervisor = Supervisor(
         Order(run=run, arguments=("run.yaml",), hosts=HOSTS), ssh=lambda host, _: host not in silent
     )
-    command = supervisor._command(tmp_path)
+    command = supervisor._command(tmp_path, supervisor._usable_hosts())
     assert (tmp_path / "hostfile").read_text() == kept
     assert "--force_multi" in command, "or a single host that is left would be taken for this machine"
 
@@ -186,7 +186,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, silent: str, tens
 def test_without_hosts_an_attempt_fails_and_can_be_repeated(tmp_path: Path) -> None:
     supervisor = Supervisor(order(tmp_path, hosts=HOSTS), ssh=lambda *_: False)
     with pytest.raises(Failed, match="room for 0 ranks"):
-        supervisor._command(tmp_path)
+        supervisor._command(tmp_path, supervisor._usable_hosts())
 
 
 def test_too_few_slots_for_one_model_are_no_hosts() -> None:

@@ -1,0 +1,75 @@
+"""What processes show to others while they run: command lines, and the sockets that they listen on."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+RANK_VARIABLES = {"RANK", "OMPI_COMM_WORLD_RANK"}
+
+
+@dataclass
+class Observed:
+    """What was seen of a process and all below it, from its start to its end."""
+
+    told: str = ""  # standard output and standard error
+    listening: dict[str, set[str]] = field(default_factory=dict)  # addresses, by the program's name
+
+
+def listening_while(command: list[str], environment: dict[str, str], folder: Path) -> Observed:
+    """Run the command to its end, and look often enough to see every socket that lives for a second."""
+    seen = Observed()
+    with (folder / "told").open("w+") as told:
+        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told)
+        while process.poll() is None:
+            _note_sockets(psutil.Process(process.pid), seen)
+            time.sleep(0.1)
+        told.seek(0)
+        seen.told = told.read()
+    assert process.returncode == 0, seen.told
+    return seen
+
+
+def _note_sockets(top: psutil.Process, seen: Observed) -> None:
+    for process in [top, *top.children(recursive=True)]:
+        try:
+            sockets = process.net_connections(kind="tcp")
+            program = "rank" if RANK_VARIABLES & process.environ().keys() else "launcher"
+        except psutil.Error:  # it has ended meanwhile
+            continue
+        for socket in sockets:
+            if socket.status == psutil.CONN_LISTEN:
+                seen.listening.setdefault(program, set()).add(socket.laddr.ip)
+
+
+def shown_to_everybody() -> list[str]:
+    """Return the command line of every process of this machine, also of those in other namespaces."""
+    return [text for path in Path("/proc").glob("[0-9]*/cmdline") if (text := _text(path))]
+
+
+def ranks_with(variable: str) -> set[str]:
+    """Return the rank of every process whose environment has NAME=value."""
+    ranks = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        lines = _text(path).split("\0")
+        if variable in lines:
+            pairs = [line.partition("=") for line in lines]
+            ranks |= {value for name, _, value in pairs if name in RANK_VARIABLES}
+    return ranks
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # it has ended meanwhile
+        return ""
+
+
+def held_folders(secret: str) -> list[Path]:
+    """Return the folders in which a holder keeps this value."""
+    files = Path("/tmp").glob("megatron_style-*/*")
+    return [path.parent for path in files if secret in _text(path)]
