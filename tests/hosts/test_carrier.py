@@ -40,7 +40,7 @@ def lines_of(environment: dict[str, str]) -> dict[str, str]:
 
 
 def test_a_host_holds_the_variables_as_long_as_the_launch_lasts(secret: str) -> None:
-    with launch_environment((this_machine(),)) as environment:
+    with launch_environment((this_machine(),), "key") as environment:
         line = lines_of(environment)["WANDB_API_KEY"]
         found = re.fullmatch(r"\$\(cat (\S+)/WANDB_API_KEY\)", line)
         assert found
@@ -57,7 +57,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(secret: str) -> None:
     code = (
         "import time\nfrom megatron_style.hosts.carrier import launch_environment\n"
         "from megatron_style.hosts.hosts import this_machine\n"
-        "with launch_environment((this_machine(),)):\n    print('held', flush=True)\n    time.sleep(60)"
+        "with launch_environment((this_machine(),), 'key'):\n    print('held', flush=True)\n    time.sleep(60)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout
@@ -77,7 +77,7 @@ def test_a_host_that_does_not_take_them_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Host, "words", lambda *_: ["sh", "-c", "echo no room >&2; exit 3"])
     with (
         pytest.raises(Unanswered, match=r"node1: did not take the variables of \.deepspeed_env: no room"),
-        launch_environment((Host("node1", 1),)),
+        launch_environment((Host("node1", 1),), "key"),
     ):
         raise AssertionError("it was launched")
 
