@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 
 from megatron_style.base.errors import UserError
 from megatron_style.hosts.carrier import launch_environment
-from megatron_style.hosts.forwarded_environment import carried_variables, own_variables
+from megatron_style.hosts.forwarded_environment import LAUNCH, carried_variables, own_variables
 from megatron_style.hosts.hosts import Host, Unanswered, this_machine
 from tests.support.launch import ROOT
 from tests.support.observed import held_folders
@@ -82,16 +81,10 @@ def test_a_host_that_does_not_take_them_is_named(monkeypatch: pytest.MonkeyPatch
         raise AssertionError("it was launched")
 
 
-def test_the_launcher_gets_signals_and_gives_its_exit_code(tmp_path: Path, secret: str) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=2\n")
-    saves = "trap 'exit 75' TERM; printf '%s\\n' \"$WANDB_API_KEY\"; while :; do sleep 0.1; done"
-    carrier = [sys.executable, "-m", "megatron_style.hosts.carrier", str(hosts), "bash", "-c", saves]
-    process = subprocess.Popen(carrier, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdout.readline() == f"{secret}\n"  # one host: its ranks inherit the environment
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 75
+def test_ranks_of_this_machine_inherit_them(secret: str) -> None:
+    with launch_environment((), "key") as environment:
+        assert environment["WANDB_API_KEY"] == secret
+        assert environment[LAUNCH] == "key"
 
 
 def test_a_question_carries_variables_where_nobody_sees_them(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
