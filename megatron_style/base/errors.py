@@ -4,10 +4,14 @@ import re
 
 # All but newline and tab, those that turn the direction of text, and bytes that are no text.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST = 2000
 
 
 def one_line(text: str) -> str:
-    """Return the text with control characters and line ends escaped: what a file holds must not act on a terminal."""
+    """Return the text with control characters and line ends escaped: what a file holds must not act on a terminal, nor
+    fill it. Of a text that is too long the middle is left out, since what to do comes last."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 

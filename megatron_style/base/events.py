@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.json_text import parse_json
 
 Event = dict[str, Any]
 
@@ -22,7 +22,7 @@ def read_events(path: Path) -> list[Event]:
 
 def _read_event(line: str, where: str) -> Event:
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:
         event = None
     if not isinstance(event, dict) or "kind" not in event or not isinstance(event.get("step"), int):

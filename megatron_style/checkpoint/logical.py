@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Manifest, tensor_rank_of
 from megatron_style.engine.counters import Counters
+from megatron_style.formats.source import is_plain
 from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis
 
@@ -33,6 +34,7 @@ _NOT_NEEDED = (
     "builtins.getattr",  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration; here it reads nothing
 )
 _WEIGHT = "weight"
+_RATES = ("lr", "momentum", "betas")
 _OPEN_FILES = 1024  # mapped, not loaded: they take up addresses, not memory
 
 
@@ -77,23 +79,25 @@ class LogicalReader:
 
     def counters(self) -> Counters:
         """Return what DeepSpeed counted; the same on every rank."""
-        rank = self._any_rank()
-        model = next(name for name in sorted(self._manifest.files) if name.endswith("_model_states.pt"))
-        counted = _load(self._folder / model)
-        scaler = rank.get("optimizer_state_dict", {}).get("loss_scaler")
-        groups = self._optimizer(rank)["param_groups"]
-        return Counters(
-            global_steps=int(counted["global_steps"]),
-            global_samples=int(counted["global_samples"]),
-            skipped_steps=int(counted["skipped_steps"]),
-            loss_scaler={} if scaler is None else vars(scaler),
-            scheduler=counted.get("lr_scheduler") or {},
-            rates=tuple({key: group[key] for key in ("lr", "momentum", "betas") if key in group} for group in groups),
-        )
+        with _expecting_deepspeeds(self._folder):
+            rank = self._any_rank()
+            model = next(name for name in sorted(self._manifest.files) if name.endswith("_model_states.pt"))
+            counted = _load(self._folder / model)
+            scaler = rank.get("optimizer_state_dict", {}).get("loss_scaler")
+            groups = self._optimizer(rank)["param_groups"]
+            return Counters(
+                global_steps=int(counted["global_steps"]),
+                global_samples=int(counted["global_samples"]),
+                skipped_steps=int(counted["skipped_steps"]),
+                loss_scaler={} if scaler is None else dict(vars(scaler)),
+                scheduler=dict(counted.get("lr_scheduler") or {}),
+                rates=tuple({key: group[key] for key in _RATES if key in group} for group in groups),
+            )
 
     def learning_rate(self) -> float:
         """Return that of the last update; where groups of parameters have their own, the highest one."""
-        return max(float(group["lr"]) for group in self._optimizer(self._any_rank())["param_groups"])
+        with _expecting_deepspeeds(self._folder):
+            return max(float(group["lr"]) for group in self._optimizer(self._any_rank())["param_groups"])
 
     def _any_rank(self) -> dict[str, Any]:
         return _load(self._folder / next(iter(self._manifest.fragments)))
@@ -103,16 +107,14 @@ class LogicalReader:
         shard: dict[str, Tensor] = {}
         for file, fragment in self._places[name, tensor_rank]:
             for key, flat in self._group(file, fragment.group).items():
-                if not wanted(key):
+                if not wanted(key) or flat is None:
                     continue
                 if not isinstance(flat, Tensor) or flat.dim() == 0:
                     shard[key] = torch.as_tensor(flat, dtype=torch.float32).reshape(())
                     continue
-                if fragment.start + fragment.count > flat.numel():
-                    raise UserError(f"{self._folder / file}: is shorter than its manifest says, so it is not read")
                 if key not in shard:
                     shard[key] = torch.empty(shape)
-                part = flat.view(-1)[fragment.start : fragment.start + fragment.count]
+                part = flat.reshape(-1)[fragment.start : fragment.start + fragment.count]
                 shard[key].view(-1)[fragment.offset : fragment.offset + fragment.count] = part
         return shard
 
@@ -125,6 +127,25 @@ class LogicalReader:
     def _open(self, file: str) -> list[dict[str, Any]]:
         """The flat tensors of each group: `weight`, and the optimizer's state by name."""
         state = _load(self._folder / file)
+        with _expecting_deepspeeds(self._folder / file):
+            states = self._optimizer(state)["state"]
+            weights = self._flat_weights(file, state)
+            found = [{**states.get(index, {}), _WEIGHT: flat} for index, flat in enumerate(weights)]
+            if not all(is_plain(group[_WEIGHT]) and group[_WEIGHT].dim() for group in found):
+                raise ValueError("a weight is not a tensor of numbers")
+            if not all(_is_state(value) for group in found for value in group.values()):
+                raise ValueError("the optimizer's state is not of numbers")
+            self._check_lengths(file, found)
+        return found
+
+    def _check_lengths(self, file: str, groups: list[dict[str, Any]]) -> None:
+        for fragment in self._manifest.fragments.get(file, ()):
+            for flat in groups[fragment.group].values():
+                if isinstance(flat, Tensor) and flat.dim() and fragment.start + fragment.count > flat.numel():
+                    raise UserError(f"{self._folder / file}: is shorter than its manifest says, so it is not read")
+
+    def _flat_weights(self, file: str, state: dict[str, Any]) -> list[Any]:
+        weights: list[Any]
         match self._manifest.grid["zero"]:
             case 0:
                 in_order = sorted(self._manifest.fragments[file], key=lambda fragment: fragment.group)
@@ -133,8 +154,7 @@ class LogicalReader:
                 weights = state["optimizer_state_dict"]["fp32_flat_groups"]
             case _:
                 weights = state["optimizer_state_dict"]["single_partition_of_fp32_groups"]
-        states = self._optimizer(state)["state"]
-        return [{_WEIGHT: flat, **states.get(index, {})} for index, flat in enumerate(weights)]
+        return weights
 
     def _optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state of the optimizer that ZeRO wraps."""
@@ -159,12 +179,31 @@ def file_of(names: Iterable[str], *, zero: int, data_rank: int, tensor_rank: int
     return name
 
 
+def _is_state(value: object) -> bool:
+    """True for what an optimizer keeps: numbers, bare ones such as a count of steps, or nothing yet."""
+    is_number = isinstance(value, Tensor) and value.dim() == 0 and value.layout == torch.strided
+    return value is None or type(value) in (int, float, bool) or is_plain(value) or is_number
+
+
+@contextmanager
+def _expecting_deepspeeds(path: Path) -> Iterator[None]:
+    """Whoever finds something else in a file than DeepSpeed saves there, refuses it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, OverflowError) as error:
+        raise UserError(f"{path}: does not hold what DeepSpeed saves, so it is not read ({error!r})") from None
+
+
 def _load(path: Path) -> dict[str, Any]:
     """Load tensors and plain values. Nothing in the file is executed; a file that asks for it is refused."""
     try:
         with torch.serialization.safe_globals([(_Opaque, name) for name in _NOT_NEEDED]):
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # bytes of another kind make the unpickler raise whatever it stumbles over
         reason = str(error).split("\n")[0][:200]
         raise UserError(f"{path}: holds more than tensors and plain values, so it is not loaded ({reason})") from None
     return state

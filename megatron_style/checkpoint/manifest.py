@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from megatron_style.base.errors import UserError, one_line
+from megatron_style.base.json_text import parse_json
 from megatron_style.config.model import DEFAULT_OPTIMIZER
 from megatron_style.parallel.sharding import Fragment, Layout
 
@@ -68,13 +69,11 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     data = read_sealed(folder / FILE)
-    if not isinstance(data, dict):
-        raise Damaged(f"its {FILE} does not hold a manifest")
     if (format_version := data.pop("format", None)) != FORMAT:
         raise UserError(f"{folder}: is of format {format_version}; this version reads format {FORMAT}")
     try:
         return _manifest_of(data)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise Damaged(f"its {FILE} does not hold a manifest ({error})") from None
 
 
@@ -98,8 +97,15 @@ def find_checkpoint(path: Path) -> Path | None:
     for folder in (path, path / "checkpoints"):
         latest = folder / "latest"
         if latest.is_file():
-            return folder / latest.read_text(encoding="utf-8").strip()
+            return folder / _name_in(latest)
     return None
+
+
+def _name_in(latest: Path) -> str:
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    if not is_file_name(name):
+        raise UserError(f"{latest}: holds {name[:60]!r}; the name of a checkpoint such as global_step100 is expected")
+    return name
 
 
 def _manifest_of(data: dict[str, Any]) -> Manifest:
@@ -131,12 +137,14 @@ def _check_kinds(manifest: Manifest) -> None:
         raise ValueError("a count is not one")
     if not all(map(math.isfinite, manifest.losses)):
         raise ValueError("a loss is not finite")
+    if not manifest.vocab_size or not manifest.corpus_tokens:
+        raise ValueError("it has no text")
+    _check_history(manifest.history)
+    if type(manifest.optimizer) is not str:
+        raise ValueError("its optimizer has no name")
     if not all(isinstance(part, dict) for part in (manifest.run, manifest.ds_config, manifest.place)):
         raise ValueError("a section is missing")
-    if (
-        not all(_is_file_name(name) for name in manifest.files)
-        or not manifest.fragments.keys() <= manifest.files.keys()
-    ):
+    if not all(is_file_name(name) for name in manifest.files) or not manifest.fragments.keys() <= manifest.files.keys():
         raise ValueError("a file is not one of this folder")
     for fragment in itertools.chain.from_iterable(manifest.fragments.values()):
         size = math.prod(manifest.parameters[fragment.param].shard_shape(manifest.grid["tensor"]))
@@ -144,6 +152,15 @@ def _check_kinds(manifest: Manifest) -> None:
             raise ValueError(f"a fragment of {fragment.param} is not one")
     if problem := gap(manifest):
         raise ValueError(problem)
+
+
+def _check_history(history: tuple[tuple[int, int], ...]) -> None:
+    """Raise an error unless each grid begins after the one before, the first at step 0, and trains some tokens."""
+    firsts = [first for first, _ in history]
+    if not firsts or firsts[0] != 0 or firsts != sorted(firsts) or not all(_is_count(first) for first in firsts):
+        raise ValueError("its history does not begin at step 0")
+    if not all(_is_count(tokens) and tokens for _, tokens in history):
+        raise ValueError("its history has an update without tokens")
 
 
 def gap(manifest: Manifest) -> str | None:
@@ -168,8 +185,9 @@ def tensor_rank_of(file: str) -> int:
     return int(file.split("mp_rank_")[1].split("_")[0])
 
 
-def _is_file_name(name: str) -> bool:
-    return Path(name).name == name and name.isprintable() and len(name.encode()) < 256
+def is_file_name(name: str) -> bool:
+    """True if the name is that of something in a folder, and of nothing elsewhere."""
+    return Path(name).name == name != ".." and name.isprintable() and len(name.encode()) < 256
 
 
 def _is_count(number: object) -> bool:
@@ -202,7 +220,12 @@ def read_sealed(path: Path) -> dict[str, Any]:
         raise Damaged(f"its {path.name} cannot be read ({error})") from None
     if xxhash.xxh3_128(text.encode()).hexdigest() != digest:
         raise Damaged(f"its {path.name} has been changed")
-    data: dict[str, Any] = json.loads(text)
+    try:
+        data: dict[str, Any] = parse_json(text)
+    except ValueError as error:
+        raise Damaged(f"its {path.name} is not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise Damaged(f"its {path.name} holds a {type(data).__name__}")
     return data
 
 
@@ -218,5 +241,7 @@ def check_file(folder: Path, name: str, size: int, digest: str) -> None:
 
 def digest_of(path: Path) -> str:
     """xxh3: it finds damage as surely as sha256, and is ten times faster than a disk."""
+    if path.stat().st_size == 0:  # cannot be mapped
+        return xxhash.xxh3_128(b"").hexdigest()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return xxhash.xxh3_128(content).hexdigest()

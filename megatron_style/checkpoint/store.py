@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megatron_style.base.command import log
@@ -37,6 +37,7 @@ from megatron_style.checkpoint.manifest import (
 )
 from megatron_style.checkpoint.origin import Origin, Progress, check_same_model
 from megatron_style.checkpoint.proof import difference
+from megatron_style.config.model import ModelConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
@@ -56,6 +57,7 @@ class CheckpointStore:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
         self._run, self._topology = run, topology
         self._folder = run.output.path / "checkpoints"
+        self._damaged: set[int] = set()  # steps whose checkpoints were passed over, and not written anew since
 
     def newest(self) -> Origin | None:
         """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
@@ -66,6 +68,7 @@ class CheckpointStore:
             if problem is None:
                 manifest = read_manifest(folder)
                 return Origin(self._history(manifest), partial(self.restore, folder, manifest))
+            self._damaged.add(step)
             if self._topology.is_first:
                 log(f"warning: {folder} is passed over: {problem}")
         if steps:
@@ -150,7 +153,7 @@ class CheckpointStore:
                 self._remove(self._folder / name)
             aside.rename(self._folder / name)
             self._point_to(name)
-            self._prune(sound=progress.sound)
+            self._prune(progress.step, sound=progress.sound)
         dist.barrier()
 
     def _prove(self, folder: Path, manifest: Manifest, engine: TrainingEngine) -> None:
@@ -240,10 +243,15 @@ class CheckpointStore:
             sync(new)
         sync(self._folder)
 
-    def _prune(self, *, sound: int) -> None:
+    def _prune(self, written: int, *, sound: int) -> None:
         """Keep the newest few, every n-th for good, and the newest whose model is known to be sound: the held-out loss
-        was finite then or later. The one just written is always among them."""
-        forever, steps = self._run.output.keep_every, self._steps_here()
+        was finite then or later. Damaged ones do not count, so the one just written is always among them; they are
+        removed when a newer one is complete."""
+        self._damaged.discard(written)
+        for step in sorted(step for step in self._damaged & {*self._steps_here()} if step < written):
+            self._remove(self._folder / f"{_PREFIX}{step}")
+        forever = self._run.output.keep_every
+        steps = [step for step in self._steps_here() if step not in self._damaged]
         newest_sound = max((step for step in steps if step <= sound), default=None)
         for step in steps[: -self._run.output.keep_last]:
             if step != newest_sound and (forever is None or step % forever):
@@ -277,9 +285,9 @@ class CheckpointStore:
             return ()
         stage = schedule.plan(manifest.step).stage
         rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
-        tensors = {
-            name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in _names(folder)
-        }
+        wanted = _expected(self._run.model, stage)
+        tensors = {name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in wanted}
+        _check_memory(tensors, wanted, folder)
         return _split(tensors, stage)
 
 
@@ -306,22 +314,39 @@ def _split(tensors: Mapping[str, torch.Tensor], stage: Stage) -> tuple[Memory, .
     return tuple(Memory.from_tensors(dict(zip(tensors, rows, strict=True)), stage.cache_length) for rows in parts)
 
 
-def _names(folder: Path) -> list[str]:
-    with safe_open(folder / _cache_file(0), framework="pt") as file:
-        return list(file.keys())
-
-
 def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
     parts, first = [], 0
     for rank in range(data_ranks):
-        with safe_open(folder / _cache_file(rank), framework="pt") as file:
-            held = file.get_slice(name)
-            rows = held.get_shape()[0]
-            begin, end = max(wanted.start, first), min(wanted.stop, first + rows)
-            if begin < end:
-                parts.append(held[begin - first : end - first])
-            first += rows
-    return torch.cat(parts)
+        path = folder / _cache_file(rank)
+        try:
+            with safe_open(path, framework="pt") as file:
+                held = file.get_slice(name)
+                rows = held.get_shape()[0]
+                begin, end = max(wanted.start, first), min(wanted.stop, first + rows)
+                if begin < end:
+                    parts.append(held[begin - first : end - first])
+                first += rows
+        except (SafetensorError, IndexError) as error:
+            raise UserError(f"{path}: does not hold the cache of layer {name}, so it is not read ({error})") from None
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _expected(model: ModelConfig, stage: Stage) -> dict[str, torch.Tensor]:
+    """Return the tensors of a full memory of all rows, without their content."""
+    nowhere = torch.empty(0, device="meta")
+    return Memory.full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
+
+
+def _check_memory(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Refuse caches of other rows or sizes than this model's, and layers that remember different lengths."""
+    lengths = {tensor.shape[1] if tensor.dim() > 1 else -1 for tensor in tensors.values()}
+    for name, tensor in tensors.items():
+        full = wanted[name].shape
+        fits = tensor.dim() == len(full) and tensor.shape[1] <= full[1] and len(lengths) == 1
+        if not fits or (*tensor.shape[:1], *tensor.shape[2:]) != (*full[:1], *full[2:]):
+            raise UserError(
+                f"{folder}: its cache of layer {name} is {list(tensor.shape)}; at most {list(full)} is right"
+            )
 
 
 def _cache_file(data_rank: int) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.json_text import parse_json
 from megatron_style.config.ds_keys import BLOCKS, NO_OPTIMIZERS, OPTIMIZERS, RULES, SCALES_RATE, SETS_RATE
 from megatron_style.config.shipped import find_file
 
@@ -19,8 +20,8 @@ def read_ds_file(path: Path | None) -> dict[str, Any]:
         return {}
     file = find_file(path, "a DeepSpeed config in JSON")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(file.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds a {type(data).__name__}; a DeepSpeed config is a JSON object")

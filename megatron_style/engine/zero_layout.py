@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # DeepSpeed's choice at ZeRO 1 for bf16 summed in float32
 from torch import Tensor, nn
 
+from megatron_style.base.errors import UserError
 from megatron_style.parallel.sharding import Fragment
 
 
@@ -166,10 +167,16 @@ def write_fragment(group: FlatGroup, fragment: Fragment, logical: dict[str, Tens
 @torch.no_grad()
 def write_group(group: FlatGroup, held: Mapping[str, Any]) -> None:
     """Copy what a file holds of one flat tensor: its `weight`, perhaps without padding, and the optimizer's state."""
-    group.weights.view(-1)[: held["weight"].numel()].copy_(held["weight"].view(-1))
+    size = min(group.weights.numel(), held["weight"].numel())  # what one has beyond the other is padding
+    group.weights.view(-1)[:size].copy_(held["weight"].reshape(-1)[:size])
     for name, value in held.items():
         if name == "weight":
             continue
+        if isinstance(value, Tensor) and value.dim() and value.numel() != group.weights.numel():
+            raise UserError(
+                f"the checkpoint's {name} has {value.numel()} elements, and this engine's {group.weights.numel()}; the "
+                f"file is damaged or of another model"
+            )
         if isinstance(value, Tensor):  # a number, such as Adam's step, stays on the host
             value = value.to(group.weights.device if value.dim() else value.device, copy=True)
         group.state[name] = value

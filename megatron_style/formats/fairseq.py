@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import ModelSource, is_plain, parameters_of
 
 NAME = "a checkpoint of fairseq (.pt)"
 FILES = frozenset[str]()
@@ -54,11 +54,24 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> ModelSource:
     state = _load_safely(path)
+    try:
+        return _source(path, state)
+    except UserError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"{path}: its settings or its optimizer's state are not those of a fairseq language model ({error!r})"
+        ) from None
+
+
+def _source(path: Path, state: dict[str, Any]) -> ModelSource:
     args, theirs = vars(state["args"]), dict(state["model"])
     history = state.get("optimizer_history") or [{}]
     config = _folder_config(path, args, theirs, step=history[-1].get("num_updates", 0))
     names = fairseq_names(config.model)
     _drop_what_is_not_a_weight(theirs)
+    if odd := next((name for name, tensor in theirs.items() if not is_plain(tensor)), None):
+        raise UserError(f"{path}: '{odd}' is not a dense tensor of floating point numbers")
     _drop_tied_copies(path, theirs, config.model)
     if set(theirs) != set(names.values()):
         odd = sorted(set(theirs) ^ set(names.values()))[0]
@@ -77,6 +90,8 @@ def _with_optimizer(source: ModelSource, state: dict[str, Any]) -> ModelSource:
     if not optimizer.get("state") or state["args"].optimizer != "nag":
         return source
     group = optimizer["param_groups"][0]
+    if not group["lr_old"] > 0:
+        raise ValueError(f"lr_old is {group['lr_old']}")
     velocity = _velocities(source, optimizer["state"])
     epoch = state.get("extra_state", {}).get("train_iterator", {}).get("epoch", 1)
     training = {"optimizer": "nag", "learning_rate": group["lr_old"], "epoch": epoch}
@@ -93,12 +108,16 @@ def _velocities(source: ModelSource, state: dict[int, dict[str, Tensor]]) -> Cal
     """One buffer a parameter, or, of training in half precision, a single flat one; in the order of the parameters."""
     parameters = parameters_of(source.config)
     order = list(fairseq_names(source.config.model))
-    flat = state[0]["momentum_buffer"].dim() == 1 and len(state) == 1
-    if not flat:
-        return lambda name: state[order.index(name)]["momentum_buffer"]
-    sizes = [math.prod(parameters[name].shape) for name in order]
-    parts = dict(zip(order, state[0]["momentum_buffer"].split(sizes), strict=True))
-    return lambda name: parts[name].view(parameters[name].shape)
+    buffers = [state[index]["momentum_buffer"] for index in range(len(state))]
+    if not all(map(is_plain, buffers)):
+        raise TypeError("a momentum_buffer is not a tensor of numbers")
+    if len(buffers) == 1 and buffers[0].dim() == 1:
+        sizes = [math.prod(parameters[name].shape) for name in order]
+        buffers = list(buffers[0].split(sizes)) if len(buffers[0]) == sum(sizes) else []
+    parts = dict(zip(order, buffers, strict=True))
+    if odd := next((name for name in order if parts[name].numel() != math.prod(parameters[name].shape)), None):
+        raise ValueError(f"the momentum_buffer of {odd} has {parts[odd].numel()} elements")
+    return {name: part.reshape(parameters[name].shape) for name, part in parts.items()}.__getitem__
 
 
 def write(path: Path, source: ModelSource) -> None:
@@ -259,6 +278,7 @@ def _load_safely(path: Path) -> dict[str, Any]:
         isinstance(state, dict)
         and isinstance(state.get("args"), argparse.Namespace)
         and isinstance(state.get("model"), dict)
+        and all(isinstance(name, str) for name in state["model"])
         and all(isinstance(tensor, Tensor) for tensor in state["model"].values())
     ):
         raise UserError(f"{path}: a PyTorch file, but not a fairseq checkpoint with settings ('args') and a 'model'")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.json_text import parse_json
 from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
 from megatron_style.data.tokenizer import PAD
 from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
@@ -43,7 +44,7 @@ _SCORED_AT_ONCE = 32  # tokens: each has a float64 for every token of the vocabu
 
 def recognises(path: Path) -> bool:
     try:
-        settings = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
+        settings = parse_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(settings, dict) and settings.get("model_type") == MODEL_TYPE

@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.json_text import parse_json
 from megatron_style.data.tokenizer import (
     BPE_FILE,
     DICTIONARY_FILE,
@@ -66,7 +67,7 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     try:
-        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        model = parse_json(path.read_text(encoding="utf-8"))["model"]
         if model["type"] == "WordLevel":  # the library does not save the dictionary, which has the counts
             words = sorted(model["vocab"], key=model["vocab"].__getitem__)
             return WordDictionary(dict.fromkeys(words[len(SPECIALS) :], 0))
@@ -96,7 +97,7 @@ def _our_byte_pairs(text: str) -> str:
 
 
 def _renamed(text: str, line_end: str, specials: list[tuple[int, str]]) -> str:
-    content = json.loads(text)
+    content = parse_json(text)
     vocabulary = {line_end if index == EOS else token: index for token, index in content["model"]["vocab"].items()}
     others = [token for token in content["added_tokens"] if token["content"] not in (*SPECIALS, LINE_END)]
     added = [_added(index, name) for index, name in specials]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import atomic_folder
+from megatron_style.base.json_text import parse_json
 from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
@@ -26,6 +27,7 @@ from megatron_style.formats.source import ModelSource, parameters_of
 CONFIG_FILE = "config.json"
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
+_READABLE = ("F16", "BF16", "F32", "F64")
 NAME = f"a model folder (with {CONFIG_FILE})"
 FILES = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, certificate.FILE})
 HOLDS: frozenset[Positions] = frozenset(get_args(Positions))
@@ -37,7 +39,7 @@ def recognises(path: Path) -> bool:
 
 def read(folder: Path) -> ModelSource:
     config = read_config(folder)
-    state = _read_state(folder) if config.training else None
+    state = _read_state(folder, config) if config.training else None
     tokenizer = partial(tokenizer_beside, folder / CONFIG_FILE)
     return ModelSource(folder, config, open_weights(folder, config), tokenizer, state)
 
@@ -98,13 +100,16 @@ def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], d
     write_tensors(path, wanted, (tensor for name in parameters_of(config) for tensor in state(name).values()))
 
 
-def _read_state(folder: Path) -> Callable[[str], dict[str, Tensor]]:
-    tensors = open_tensors(folder / OPTIMIZER)
-    return lambda wanted: {
-        key: tensor.get()
-        for (name, _, key), tensor in ((full.rpartition("/"), tensors[full]) for full in tensors)
-        if name == wanted
-    }
+def _read_state(folder: Path, config: ModelFolderConfig) -> Callable[[str], dict[str, Tensor]]:
+    """Return the state of a parameter by name, each read when it is asked for; their shapes are checked at once."""
+    parameters = parameters_of(config)
+    held: dict[str, dict[str, Stored]] = {name: {} for name in parameters}
+    for full, tensor in open_tensors(folder / OPTIMIZER).items():
+        name, _, key = full.rpartition("/")
+        if name not in held or tensor.shape not in (parameters[name].shape, ()):
+            raise UserError(f"{folder / OPTIMIZER}: '{full}' is not the state of a parameter of its {CONFIG_FILE}")
+        held[name][key] = tensor
+    return lambda wanted: {key: tensor.get() for key, tensor in held[wanted].items()}
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,13 @@ def open_tensors(path: Path) -> dict[str, Stored]:
         raise UserError(f"{path}: no such file") from None
     except SafetensorError as error:
         raise UserError(f"{path}: not a whole safetensors file: {error}") from None
-    names: list[str] = file.keys()
-    return {name: Stored(tuple(file.get_slice(name).get_shape()), partial(file.get_tensor, name)) for name in names}
+    stored = {}
+    for name in file.keys():  # noqa: SIM118 - it is no mapping
+        held = file.get_slice(name)
+        if held.get_dtype() not in _READABLE:
+            raise UserError(f"{path}: '{name}' is of type {held.get_dtype()}; use one of {', '.join(_READABLE)}")
+        stored[name] = Stored(tuple(held.get_shape()), partial(file.get_tensor, name))
+    return stored
 
 
 def read_config(folder: Path) -> ModelFolderConfig:
@@ -164,7 +174,7 @@ def read_config(folder: Path) -> ModelFolderConfig:
 def read_settings(folder: Path) -> Any:
     path = folder / CONFIG_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder}: no {CONFIG_FILE} in it; a folder of `convert` or of a run is expected") from None
     except ValueError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place, write_atomic
+from megatron_style.base.json_text import parse_json
 from megatron_style.formats.certificate import FILE, Certificate, certify
 from megatron_style.formats.formats import FORMATS, Writable, check_holds
 from megatron_style.formats.model_folder import check_place
@@ -52,7 +53,7 @@ def _check_same_source(output: Path, source: ModelSource) -> None:
     if not output.is_dir() or not any(output.iterdir()):
         return
     try:
-        made_from = json.loads((output / FILE).read_text(encoding="utf-8"))["source"]
+        made_from = parse_json((output / FILE).read_text(encoding="utf-8"))["source"]
     except (OSError, ValueError, LookupError, TypeError):
         made_from = None
     if made_from != str(source.path):

@@ -28,7 +28,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
 from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import ModelSource, is_plain, parameters_of
 from megatron_style.parallel.sharding import Layout
 
 LATEST, INDEX = "latest_universal", "universal.json"
@@ -47,11 +47,11 @@ def recognises(path: Path) -> bool:
 def read(folder: Path) -> ModelSource:
     """Checked byte by byte: a damaged checkpoint is never read in part."""
     try:
-        index = read_sealed(folder / INDEX)
+        index = _read_index(folder)
         for file, (size, digest) in index["files"].items():
             check_file(folder, file, size, digest)
     except Damaged as damage:
-        raise UserError(f"{folder}: is not a whole checkpoint of `convert export-universal`: {damage}") from None
+        raise UserError(f"{folder}: is not a complete checkpoint of `convert export-universal`: {damage}") from None
     config = ModelFolderConfig.parse(index["config"], source=str(folder / INDEX))
     parameters, held = parameters_of(config), _tensors(index["files"])
     if any(_WEIGHT not in held.get(name, ()) for name in parameters):
@@ -68,6 +68,24 @@ def read(folder: Path) -> ModelSource:
         partial(tokenizer_beside, (folder / INDEX).absolute()),
         (lambda name: {key: tensor(name, key) for key in held[name] if key != _WEIGHT}) if config.training else None,
     )
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    """Return the config and, by its path in the folder, size and digest of every file."""
+    index = read_sealed(folder / INDEX)
+    try:
+        listed = index["files"].items()
+        files = {_path_inside(file): (int(size), str(digest)) for file, (size, digest) in listed}
+        return {"config": index["config"], "files": files}
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise Damaged(f"its {INDEX} does not hold a config and a list of files ({error})") from None
+
+
+def _path_inside(file: str) -> str:
+    path = PurePosixPath(file)
+    if not file.isprintable() or path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{file!r} is not a file of this folder")
+    return file
 
 
 def write(folder: Path, source: ModelSource) -> None:
@@ -126,9 +144,9 @@ def _load(path: Path, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
     except Exception:  # bytes of another kind make the unpickler raise whatever it stumbles over
         raise UserError(f"{path}: more than a tensor or not one, so it was not loaded") from None
     tensor = held.get("param") if isinstance(held, dict) else held
-    if not isinstance(tensor, Tensor) or tensor.shape not in shapes:
+    if not is_plain(tensor) or tensor.shape not in shapes:
         raise UserError(f"{path}: does not hold a tensor of {list(shapes[0])}, as its model wants")
-    return tensor
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _optimizer(step: Tensor | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_style.base.events import Event
+from megatron_style.base.json_text import parse_json
 
 _COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # which a resumed run continues
 
@@ -80,8 +81,8 @@ def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 def _event(line: bytes) -> Event | None:
     """The last line of a killed run may be torn, or full of zeros."""
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
+        event = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or type(event.get("step")) is not int:
         return None

@@ -27,6 +27,7 @@ from torch.utils.tensorboard.writer import FileWriter
 from megatron_style.base.errors import harmless
 from megatron_style.base.events import Event
 from megatron_style.base.files import write_atomic
+from megatron_style.base.json_text import parse_json
 from megatron_style.journal.metrics_file import MetricsFile
 
 _MARK, _FILES = "complete.json", "events.out.tfevents.*"
@@ -118,7 +119,7 @@ class _Mark:
 
 def _read_mark(folder: Path, *, digest: str) -> _Mark | None:
     try:
-        mark = _Mark(**json.loads((folder / _MARK).read_text(encoding="utf-8")))
+        mark = _Mark(**parse_json((folder / _MARK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     sound = type(mark.step) is int and type(mark.began) is float and type(mark.shape) is dict

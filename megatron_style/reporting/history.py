@@ -161,7 +161,12 @@ def _number(event: Event, key: str) -> float | None:
 
 
 def _as_number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 def _largest(values: Iterator[float | None]) -> float | None:

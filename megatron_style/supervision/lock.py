@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_style.base.command import log
+from megatron_style.base.json_text import parse_json
 from megatron_style.supervision.process import Process, this_process
-from megatron_style.supervision.record import now
+from megatron_style.supervision.record import is_sound_process, now
 
 STALE_SECONDS = 60.0  # a living owner touches its lock every few seconds
 _LOOK_SECONDS = 2.0
@@ -117,7 +118,7 @@ class FolderLock:
             self._path.rename(aside)
         except FileNotFoundError:
             return None
-        if aside.read_text(encoding="utf-8") == held:
+        if aside.read_text(encoding="utf-8", errors="replace") == held:
             aside.unlink()
             return None
         aside.rename(self._path)
@@ -125,7 +126,7 @@ class FolderLock:
 
     def _read(self) -> str | None:
         try:
-            return self._path.read_text(encoding="utf-8")
+            return self._path.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return None
 
@@ -138,7 +139,9 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def _owner_of(text: str) -> Owner | None:
+    """Return who holds the lock, if the text says so: it may be a stranger's, or torn."""
     try:
-        return Owner(**json.loads(text))
+        owner = Owner(**parse_json(text))
     except (ValueError, TypeError):
         return None
+    return owner if is_sound_process(owner) and type(owner.since) is str else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_style.base.files import write_atomic
+from megatron_style.base.json_text import parse_json
 from megatron_style.supervision.process import Process
 
 Phase = Literal["preflight", "training", "evaluating", "saving", "ended", "failed"]
@@ -96,10 +97,10 @@ def write_status(folder: Path, status: Status) -> None:
 def read_status(folder: Path) -> Status | None:
     try:
         with (folder / "status.json").open("rb") as file:
-            status = Status(**json.loads(file.read(_MOST_BYTES)))
-    except (OSError, ValueError, TypeError, RecursionError):
+            status = Status(**parse_json(file.read(_MOST_BYTES)))
+    except (OSError, ValueError, TypeError):
         return None
-    return status if status.state in get_args(State) and type(status.step) is int else None
+    return status if status.state in get_args(State) and _is_number(status.step) else None
 
 
 def saved_step(folder: Path) -> int | None:
@@ -126,8 +127,8 @@ def _read_record(path: Path) -> Seen | None:
     try:
         with path.open("rb") as file:
             content, changed = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_mtime_ns
-        record = RankRecord(**json.loads(content))
-    except (OSError, ValueError, TypeError, RecursionError):
+        record = RankRecord(**parse_json(content))
+    except (OSError, ValueError, TypeError):
         return None
     return Seen(record, (changed, content)) if _is_sound(record) else None
 
@@ -135,16 +136,29 @@ def _read_record(path: Path) -> Seen | None:
 def _is_sound(record: RankRecord) -> bool:
     """True if every field is of its kind. A run's folder may come from a stranger, and what a record says goes into
     commands on other hosts."""
-    numbers = (record.pid, record.started, record.rank, record.step, record.beats)
-    texts = (record.host, record.place, record.launch, record.key, record.time, record.during, record.error)
     return (
-        all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-        and all(type(text) is str for text in texts)
-        and record.pid > 0
-        and _HOST.fullmatch(record.host) is not None
+        is_sound_process(record)
+        and all(_is_number(number) for number in (record.rank, record.step, record.beats))
+        and all(type(text) is str for text in (record.launch, record.key, record.time, record.during, record.error))
         and record.phase in get_args(Phase)
         and record.follows in get_args(Follows)
     )
+
+
+def is_sound_process(process: Process) -> bool:
+    """True if every field is of its kind, and the host has the name of one."""
+    return (
+        _is_number(process.pid)
+        and process.pid > 0
+        and _is_number(process.started)
+        and type(process.place) is str
+        and type(process.host) is str
+        and _HOST.fullmatch(process.host) is not None
+    )
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:

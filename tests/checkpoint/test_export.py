@@ -17,7 +17,7 @@ from megatron_style.base.files import remove_leftovers
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import export, train
-from tests.checkpoint.test_resume import make_run, on_ranks
+from tests.support.resuming import make_run, on_ranks
 from tests.support.tiny import content
 from tests.support.training import write_corpus
 

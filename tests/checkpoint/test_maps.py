@@ -22,7 +22,7 @@ from megatron_style.engine.zero_layout import fragments
 from megatron_style.formats.formats import open_model
 from megatron_style.parallel.sharding import Fragment, Layout
 from megatron_style.train import train
-from tests.checkpoint.test_resume import expect_close, make_run, metrics, on_ranks
+from tests.support.resuming import expect_close, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 ADAMW = {"name": "adamw", "weight_decay": 0.1, "learning_rate": {"peak": 0.01}}

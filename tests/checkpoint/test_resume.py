@@ -3,134 +3,36 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import random
-import shutil
 import signal
-import time
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from megatron_style.base.errors import RunFailed, Stopped
-from megatron_style.checkpoint.logical import LogicalReader
+from megatron_style.base.errors import RunFailed
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
-from tests.support.runs import tiny_run
-from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
+from tests.support.killing import complete_steps
+from tests.support.resuming import (
+    UPDATE,
+    damage,
+    expect_bitwise,
+    expect_close,
+    make_run,
+    metrics,
+    on_ranks,
+)
+from tests.support.training import write_corpus
 
-DROPOUT = {"hidden": 0.2, "attention": 0.1, "activation": 0.1, "softmax": 0.1}
 DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-UPDATE = 192  # tokens over all data-parallel ranks; the corpus of 1200 is six updates and a short one
-
-
-class HaltAfter:
-    """In place of StopRequest: asks to stop after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self._left = steps
-
-    def agreed(self) -> str | None:
-        self._left -= 1
-        return "the test asked for it" if self._left == 0 else None
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
-def make_run(
-    folder: Path,
-    name: str = "run",
-    *,
-    tensor: int = 1,
-    data: int = 1,
-    zero: int = 1,
-    steps: int = 40,
-    update: int = UPDATE,
-    recompute: bool = False,
-    dropout: bool = False,
-    half: bool = False,
-    **more: Any,
-) -> RunConfig:
-    """Two stages of equal length, the switch in mid-epoch."""
-    base = tiny_run().model.as_data() | {"dropout": DROPOUT if dropout else {}}
-    output = {"path": str(folder / name), "log_every": 1, "save_every": 5}
-    output |= {"evaluate_every": 10, "evaluate_tokens": 100, "sample_tokens": 5}
-    return tiny_run(
-        stages=[{"segment_length": 8, "steps": steps // 2}, {"segment_length": 24, "steps": steps - steps // 2}],
-        tokens_per_batch=update // data,
-        model=base | more.pop("model", {}),
-        data={
-            "train": str(folder / "train"),
-            "valid": str(folder / "valid"),
-            "vocab_size": more.pop("vocab_size", VOCAB_SIZE),
-        },
-        optimizer={"name": "nag", "clip_norm": 0.5, "learning_rate": {"peak": 0.3, "warmup_steps": 3}}
-        | more.pop("optimizer", {}),
-        parallel={"tensor": tensor, "recompute": recompute, "micro_tokens": more.pop("micro_tokens", 48)},
-        output=output | more.pop("output", {}),
-        deepspeed=str(
-            write_ds_config(
-                folder,
-                zero_optimization={"stage": zero},
-                bf16={"enabled": half},
-                **({"data_types": {"grad_accum_dtype": "fp32"}} if half else {}),  # as in ds_configs/
-                **more.pop("ds", {}),
-            )
-        ),
-    )
-
-
-def train_until(run: RunConfig, steps: int | None) -> None:
-    if steps is None:
-        train(run)
-        return
-    with patch("megatron_style.train.StopRequest", lambda *_, **__: HaltAfter(steps)), pytest.raises(Stopped):
-        train(run)
-
-
-def on_ranks(run: RunConfig, world: int, *, halt_after: int | None = None) -> None:
-    run_ranks(world, train_until, run, halt_after)
-
-
-def metrics(run: RunConfig, kind: str = "train") -> list[dict[str, Any]]:
-    lines = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
-    timed = ("seconds", "stage_seconds", "tokens_per_second", "flops_per_second", "memory_bytes")
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
-
-
-def final_state(run: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
-    checkpoints = run.output.path / "checkpoints"
-    newest = checkpoints / (checkpoints / "latest").read_text()
-    manifest = read_manifest(newest)
-    reader = LogicalReader(newest, manifest)
-    return {name: reader.read(name) for name in manifest.parameters}
-
-
-def expect_bitwise(run: RunConfig, expected: RunConfig) -> None:
-    for kind in ("train", "valid", "sample", "stage", "stage_end"):
-        assert metrics(run, kind) == metrics(expected, kind)
-    mine, theirs = final_state(run), final_state(expected)
-    for name, tensors in theirs.items():
-        for key, value in tensors.items():
-            assert torch.equal(mine[name][key], value), (name, key)
-    ours, others = (load_file(r.output.path / "model" / "model.safetensors") for r in (run, expected))
-    assert all(torch.equal(ours[name], others[name]) for name in others)
 
 
 @pytest.mark.parametrize(
@@ -212,17 +114,6 @@ def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero
     expect_close(moved, whole, half=half)
 
 
-def expect_close(run: RunConfig, expected: RunConfig, *, half: bool = False) -> None:
-    """In bf16 a grid differs from another by that precision's own rounding: 8 bits of a number."""
-    loose = {"loss": 2**-8, "grad_norm": 2**-4} if half else {}
-    for key in ("step", "tokens", "loss", "grad_norm", "learning_rate"):
-        values = [[event[key] for event in metrics(each)] for each in (run, expected)]
-        np.testing.assert_allclose(*values, rtol=loose.get(key, 1e-5), err_msg=key)
-    mine, theirs = (load_file(each.output.path / "model" / "model.safetensors") for each in (run, expected))
-    for name, value in theirs.items():
-        np.testing.assert_allclose(mine[name], value, atol=0.05 if half else 1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("zero_before", "zero_after", "half"), [(0, 1, False), (1, 3, True), (3, 0, False), (2, 1, True)]
 )
@@ -265,17 +156,6 @@ def test_with_another_update_size_every_token_is_still_read_once(folder: Path) -
     tokens = [event["tokens"] for event in metrics(run)]
     # four updates of 192, one of 384, and what is left of the first epoch in a short one
     assert np.diff([0, *tokens])[:6].tolist() == [UPDATE] * 4 + [2 * UPDATE, 1200 - 4 * UPDATE - 2 * UPDATE]
-
-
-def damage(path: Path, how: str) -> None:
-    if how == "missing":
-        path.unlink()
-    elif how == "truncated":
-        path.write_bytes(path.read_bytes()[:-10])
-    else:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -374,60 +254,6 @@ def test_a_full_disk_stops_the_run_and_leaves_what_was_there(folder: Path, whole
     expect_bitwise(run, whole_12)
 
 
-def killable(run: RunConfig, world: int, pids: Path) -> None:
-    os.setpgid(0, 0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    run_ranks(world, write_pid_and_train, run, pids)
-
-
-def write_pid_and_train(run: RunConfig, pids: Path) -> None:
-    (pids / os.environ["RANK"]).write_text(str(os.getpid()))
-    train(run)
-
-
-def run_and_kill(run: RunConfig, world: int, pids: Path, *, after: float, whom: int | None) -> bool:
-    """Kill one rank (or all) after some seconds; true when the run was quicker."""
-    shutil.rmtree(pids, ignore_errors=True)
-    pids.mkdir()
-    driver = multiprocessing.get_context("fork").Process(target=killable, args=(run, world, pids))
-    driver.start()
-    driver.join(after)
-    finished = driver.exitcode == 0
-    if driver.is_alive():
-        if whom is not None and (pids / str(whom)).exists():
-            with suppress(ProcessLookupError):  # it may have ended just now
-                os.kill(int((pids / str(whom)).read_text()), signal.SIGKILL)
-            driver.join(20)
-        if driver.is_alive():
-            os.killpg(driver.pid or 0, signal.SIGKILL)
-        driver.join()
-    return finished
-
-
-@pytest.mark.parametrize(
-    ("zero", "kills"),
-    [(1, 4), pytest.param(1, 25, marks=pytest.mark.sweep), pytest.param(3, 25, marks=pytest.mark.sweep)],
-)
-def test_kill_9_at_any_moment_loses_nothing(folder: Path, zero: int, kills: int) -> None:
-    settings: dict[str, Any] = {"data": 2, "zero": zero, "dropout": True, "output": {"save_every": 2}}
-    whole, run = make_run(folder, "whole", **settings), make_run(folder, **settings)
-    begin = time.monotonic()
-    on_ranks(whole, 2)
-    seconds = time.monotonic() - begin
-    generator = random.Random(kills)
-    for _ in range(kills):
-        if generator.random() < 0.3:
-            shutil.rmtree(run.output.path, ignore_errors=True)
-        run_and_kill(
-            run, 2, folder / "pids", after=generator.uniform(0.3, 1.1) * seconds, whom=generator.choice([0, 1, None])
-        )
-        leftovers = run.output.path / "checkpoints"
-        if (leftovers / "latest").exists():
-            read_manifest(leftovers / (leftovers / "latest").read_text())
-    on_ranks(run, 2)
-    expect_bitwise(run, whole)
-
-
 def test_saving_over_a_checkpoint_keeps_the_new_one(folder: Path, whole_12: RunConfig) -> None:
     """The newest is damaged, so the run resumes one step earlier, reaches its step again and replaces it."""
     run = make_run(folder, steps=12, output={"save_every": 1})
@@ -437,6 +263,21 @@ def test_saving_over_a_checkpoint_keeps_the_new_one(folder: Path, whole_12: RunC
     assert [event["loss"] for event in metrics(run)] == [event["loss"] for event in metrics(whole_12)]
     names = sorted(path.name for path in (run.output.path / "checkpoints").iterdir() if path.is_dir())
     assert names == ["global_step11", "global_step12"]
+
+
+def test_damaged_checkpoints_do_not_count_among_those_that_are_kept(folder: Path) -> None:
+    """They are newer than the one that is written next, which must stay, as must the one that was resumed."""
+    run = make_run(folder, steps=12, output={"save_every": 4, "keep_last": 3, "evaluate_every": None})
+    for steps in (4, 2, 1):
+        on_ranks(run, 1, halt_after=steps)
+    for step in (6, 7):
+        damage(run.output.path / "checkpoints" / f"global_step{step}" / "manifest.json", "truncated")
+    fewer = make_run(folder, steps=12, output={"save_every": 4, "keep_last": 2, "evaluate_every": None})
+    on_ranks(fewer, 1, halt_after=1)
+    assert complete_steps(run.output.path / "checkpoints") == [5, 4]
+    on_ranks(fewer, 1, halt_after=4)
+    names = sorted(path.name for path in (run.output.path / "checkpoints").iterdir() if path.is_dir())
+    assert names == ["global_step6", "global_step8", "global_step9"]  # the first was sound: stage 1 ended there
 
 
 def test_exchanged_checkpoints_are_damaged(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_style.config.run import RunConfig
 from megatron_style.supervision.record import RankRecord, read_records
-from tests.checkpoint.test_resume import expect_bitwise, make_run, metrics, on_ranks
 from tests.cluster.hosts import Cluster
+from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 STEPS = 400

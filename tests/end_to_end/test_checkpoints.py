@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_style.checkpoint.manifest import read_manifest
-from tests.checkpoint.test_resume import UPDATE, expect_close, make_run, metrics, on_ranks
+from tests.support.resuming import UPDATE, expect_close, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ import pytest
 
 from megatron_style.config.run import RunConfig
 from megatron_style.supervision.record import RankRecord, read_records, read_status
-from tests.checkpoint.test_resume import expect_bitwise, make_run, on_ranks
 from tests.support.launch import ROOT, free_port, launch
+from tests.support.resuming import expect_bitwise, make_run, on_ranks
 from tests.support.training import write_corpus
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

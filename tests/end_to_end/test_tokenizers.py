@@ -12,7 +12,7 @@ from megatron_style import convert, evaluate, generate
 from megatron_style.data.tokenizer import WordDictionary, load_tokenizer
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
-from tests.checkpoint.test_resume import make_run, train_until
+from tests.support.resuming import make_run, train_until
 from tests.support.tiny import expect_refusal, run_here, tiny_dictionary
 from tests.support.training import VOCAB_SIZE, write_corpus
 

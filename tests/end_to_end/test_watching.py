@@ -23,9 +23,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.config.run import RunConfig
-from tests.checkpoint.test_resume import final_state, make_run, metrics, on_ranks
 from tests.journal.test_journal import expect_points
 from tests.support.launch import ROOT, free_port
+from tests.support.resuming import final_state, make_run, metrics, on_ranks
 from tests.support.screen import Screen
 from tests.support.small_run import write_small_run
 from tests.support.training import write_corpus, write_ds_config

@@ -19,7 +19,7 @@ from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.held_out import HeldOut, held_out
 from megatron_style.train import train
-from tests.checkpoint.test_resume import make_run, metrics, on_ranks
+from tests.support.resuming import make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 

@@ -26,7 +26,7 @@ from megatron_style.engine.session import distributed_session
 from megatron_style.engine.spikes import extend_window, find_spike, loss_of_all_ranks
 from megatron_style.parallel.topology import Topology
 from megatron_style.train import accumulate_gradients, train
-from tests.checkpoint.test_resume import expect_bitwise, make_run, metrics, on_ranks
+from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 SPIKE = {"factor": 2.0, "action": "skip", "window": 4}

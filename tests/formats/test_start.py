@@ -10,7 +10,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from megatron_style.config.run import RunConfig
 from megatron_style.formats import fairseq, model_folder, run_checkpoint
 from megatron_style.formats.transfer import transfer
-from tests.checkpoint.test_resume import folder, make_run, metrics, on_ranks  # noqa: F401  a fixture
+from tests.support.resuming import make_run, metrics, on_ranks
 from tests.support.tiny import tiny_config, write_tiny_model
 
 
@@ -24,7 +24,7 @@ def starting_at(run: RunConfig, start: Path, output: str) -> RunConfig:
     ("form", "name", "zero", "world"),
     [(model_folder, "model", 0, 1), (fairseq, "model.pt", 1, 2), (model_folder, "model", 3, 2)],
 )
-def test_it_goes_on_with_step_and_optimizer(folder: Path, form: object, name: str, zero: int, world: int) -> None:  # noqa: F811
+def test_it_goes_on_with_step_and_optimizer(folder: Path, form: object, name: str, zero: int, world: int) -> None:
     """At a stage's end, where lanes open anyway: so the losses are those of the run that never left."""
     whole = make_run(folder, steps=8, zero=zero, data=world, output={"keep_every": 4})
     on_ranks(whole, world)
@@ -40,7 +40,7 @@ def test_it_goes_on_with_step_and_optimizer(folder: Path, form: object, name: st
         assert ours["learning_rate"] == theirs["learning_rate"]
 
 
-def test_without_optimizer_state_it_begins_at_step_0_with_the_weights(folder: Path) -> None:  # noqa: F811
+def test_without_optimizer_state_it_begins_at_step_0_with_the_weights(folder: Path) -> None:
     first = make_run(folder, steps=8)
     on_ranks(first, 1)
     second = starting_at(first, first.output.path / "model", "second")
@@ -49,7 +49,7 @@ def test_without_optimizer_state_it_begins_at_step_0_with_the_weights(folder: Pa
     assert metrics(second)[0]["loss"] < metrics(first)[0]["loss"] - 0.1
 
 
-def test_its_own_checkpoints_come_before_the_start(folder: Path) -> None:  # noqa: F811
+def test_its_own_checkpoints_come_before_the_start(folder: Path) -> None:
     first = make_run(folder, steps=8)
     on_ranks(first, 1)
     second = starting_at(first, first.output.path / "model", "second")
@@ -59,7 +59,7 @@ def test_its_own_checkpoints_come_before_the_start(folder: Path) -> None:  # noq
     assert [event["step"] for event in metrics(second)] == list(range(1, 9))
 
 
-def test_another_model_and_a_finished_one_are_refused(folder: Path) -> None:  # noqa: F811
+def test_another_model_and_a_finished_one_are_refused(folder: Path) -> None:
     run = make_run(folder, steps=8)
     on_ranks(run, 1)
     write_tiny_model(folder / "other", tiny_config(layers=3))

@@ -27,7 +27,7 @@ from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.formats.transfer import EXTRA_MEMORY
 from megatron_style.schedule.stages import StageSchedule
-from tests.checkpoint.test_resume import make_run
+from tests.support.resuming import make_run
 from tests.support.training import write_corpus
 
 ROOT = Path(__file__).resolve().parents[2]

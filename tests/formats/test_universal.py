@@ -35,8 +35,8 @@ from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise, layouts_of, shard_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
-from tests.checkpoint.test_resume import damage, make_run, on_ranks
 from tests.end_to_end.test_convert import Trap
+from tests.support.resuming import damage, make_run, on_ranks
 from tests.support.tiny import content, expect_refusal, run_here, tiny_config, tiny_dictionary, tiny_model, weights_of
 from tests.support.training import VOCAB_SIZE, write_corpus
 
@@ -392,7 +392,7 @@ def expect_nothing_written(here: Path, *words: object) -> None:
 )
 def test_a_damaged_checkpoint_is_named_in_one_line(here: Path, file: str, how: str) -> None:
     damage(here / "there" / file, how)
-    expect_nothing_written(here, "is not a whole checkpoint of `convert export-universal`", file)
+    expect_nothing_written(here, "is not a complete checkpoint of `convert export-universal`", file)
 
 
 def put(file: str, value: object) -> Damage:

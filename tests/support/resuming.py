@@ -1,0 +1,139 @@
+"""Runs that are stopped, killed or moved and then resumed, and what they are compared by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_style.base.errors import Stopped
+from megatron_style.checkpoint.logical import LogicalReader
+from megatron_style.checkpoint.manifest import read_manifest
+from megatron_style.config.run import RunConfig
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.train import train
+from tests.support.runs import tiny_run
+from tests.support.training import VOCAB_SIZE, write_ds_config
+
+DROPOUT = {"hidden": 0.2, "attention": 0.1, "activation": 0.1, "softmax": 0.1}
+UPDATE = 192  # tokens over all data-parallel ranks; the corpus of 1200 is six updates and a short one
+
+
+class HaltAfter:
+    """In place of StopRequest: asks to stop after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+
+    def agreed(self) -> str | None:
+        self._left -= 1
+        return "the test asked for it" if self._left == 0 else None
+
+
+def make_run(
+    folder: Path,
+    name: str = "run",
+    *,
+    tensor: int = 1,
+    data: int = 1,
+    zero: int = 1,
+    steps: int = 40,
+    update: int = UPDATE,
+    recompute: bool = False,
+    dropout: bool = False,
+    half: bool = False,
+    **more: Any,
+) -> RunConfig:
+    """Two stages of equal length, the switch in mid-epoch."""
+    base = tiny_run().model.as_data() | {"dropout": DROPOUT if dropout else {}}
+    output = {"path": str(folder / name), "log_every": 1, "save_every": 5}
+    output |= {"evaluate_every": 10, "evaluate_tokens": 100, "sample_tokens": 5}
+    return tiny_run(
+        stages=[{"segment_length": 8, "steps": steps // 2}, {"segment_length": 24, "steps": steps - steps // 2}],
+        tokens_per_batch=update // data,
+        model=base | more.pop("model", {}),
+        data={
+            "train": str(folder / "train"),
+            "valid": str(folder / "valid"),
+            "vocab_size": more.pop("vocab_size", VOCAB_SIZE),
+        },
+        optimizer={"name": "nag", "clip_norm": 0.5, "learning_rate": {"peak": 0.3, "warmup_steps": 3}}
+        | more.pop("optimizer", {}),
+        parallel={"tensor": tensor, "recompute": recompute, "micro_tokens": more.pop("micro_tokens", 48)},
+        output=output | more.pop("output", {}),
+        deepspeed=str(
+            write_ds_config(
+                folder,
+                zero_optimization={"stage": zero},
+                bf16={"enabled": half},
+                **({"data_types": {"grad_accum_dtype": "fp32"}} if half else {}),  # as in ds_configs/
+                **more.pop("ds", {}),
+            )
+        ),
+    )
+
+
+def train_until(run: RunConfig, steps: int | None) -> None:
+    if steps is None:
+        train(run)
+        return
+    with patch("megatron_style.train.StopRequest", lambda *_, **__: HaltAfter(steps)), pytest.raises(Stopped):
+        train(run)
+
+
+def on_ranks(run: RunConfig, world: int, *, halt_after: int | None = None) -> None:
+    run_ranks(world, train_until, run, halt_after)
+
+
+def metrics(run: RunConfig, kind: str = "train") -> list[dict[str, Any]]:
+    lines = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
+    timed = ("seconds", "stage_seconds", "tokens_per_second", "flops_per_second", "memory_bytes")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
+
+
+def final_state(run: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
+    checkpoints = run.output.path / "checkpoints"
+    newest = checkpoints / (checkpoints / "latest").read_text()
+    manifest = read_manifest(newest)
+    reader = LogicalReader(newest, manifest)
+    return {name: reader.read(name) for name in manifest.parameters}
+
+
+def expect_bitwise(run: RunConfig, expected: RunConfig) -> None:
+    for kind in ("train", "valid", "sample", "stage", "stage_end"):
+        assert metrics(run, kind) == metrics(expected, kind)
+    mine, theirs = final_state(run), final_state(expected)
+    for name, tensors in theirs.items():
+        for key, value in tensors.items():
+            assert torch.equal(mine[name][key], value), (name, key)
+    ours, others = (load_file(r.output.path / "model" / "model.safetensors") for r in (run, expected))
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+
+
+def expect_close(run: RunConfig, expected: RunConfig, *, half: bool = False) -> None:
+    """In bf16 a grid differs from another by that precision's own rounding: 8 bits of a number."""
+    loose = {"loss": 2**-8, "grad_norm": 2**-4} if half else {}
+    for key in ("step", "tokens", "loss", "grad_norm", "learning_rate"):
+        mine = [event[key] for event in metrics(run)]
+        theirs = [event[key] for event in metrics(expected)]
+        np.testing.assert_allclose(mine, theirs, rtol=loose.get(key, 1e-5), err_msg=key)
+    ours, others = (load_file(each.output.path / "model" / "model.safetensors") for each in (run, expected))
+    for name, value in others.items():
+        np.testing.assert_allclose(ours[name], value, atol=0.05 if half else 1e-5, err_msg=name)
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-10])
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
