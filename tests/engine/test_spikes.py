@@ -51,9 +51,9 @@ def spiked(steps: tuple[int, ...] = STEPS, *, ranks: tuple[int, ...] = (0, 1)) -
         return accumulate_gradients(engine, corpus, plan, *others)
 
     def multiplied(engine: TrainingEngine, *inputs: Any) -> Any:
-        nll, cache = forward(engine, *inputs)
+        output = forward(engine, *inputs)
         here = int(os.environ["RANK"]) in ranks
-        return nll * (10.0 if now in steps and here else 1.0), cache
+        return output._replace(nll=output.nll * (10.0 if now in steps and here else 1.0))
 
     with (
         patch("megatron_style.train.accumulate_gradients", of_step),
