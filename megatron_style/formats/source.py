@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer
+from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel.sharding import Layout, layout_of, layouts_of, shard_of
+from megatron_style.parallel.sharding import layout_of, shard_of
+from megatron_style.parallel.split import Shape
 from megatron_style.parallel.topology import Axis
 
 
@@ -46,8 +48,6 @@ class ModelSource:
         return total.hexdigest()
 
 
-def parameters_of(config: ModelFolderConfig) -> dict[str, Layout]:
-    """Names and shapes of a model's tensors, without the tensors."""
-    with torch.device("meta"):
-        model = Shortformer(config.model, config.vocab_size)
-    return layouts_of(model)
+def parameters_of(config: ModelFolderConfig) -> dict[str, Shape]:
+    """Return names and shapes of a model's tensors, in the model's order."""
+    return parameters(config.model, config.vocab_size)

@@ -74,7 +74,3 @@ class Shortformer(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(block, x, cached, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
         return block(x, cached, pos, noise)  # type: ignore[no-any-return]
-
-
-def count_parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())

@@ -11,7 +11,7 @@ from megatron_style.planning.memory import plan_memory
 from megatron_style.planning.run_plan import USABLE
 from megatron_style.planning.setup import Kernels, Setup
 from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.vocabulary import bands_of, zipf_shares
+from megatron_style.planning.vocabulary import zipf_shares
 from megatron_style.schedule.stages import Stage
 
 WIKITEXT_VOCAB = 267_744
@@ -40,7 +40,7 @@ class LargestBatch:
 
 def largest_batch(stage: PlannedStage) -> int:
     model = load_run(ROOT / "run_configs" / f"wikitext103_{stage.model}.yaml").model
-    shares = zipf_shares(bands_of(model, WIKITEXT_VOCAB))
+    shares = zipf_shares(model, WIKITEXT_VOCAB)
     setup = Setup(model, WIKITEXT_VOCAB, shares, REFERENCE, kernels=KERNELS_OF_2020)
     room = USABLE * gpu_named("v100-32gb").memory - 4 * setup.parameters  # fairseq keeps full gradients too
 

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_style.base.events import Event, read_events
 from megatron_style.base.files import whole_folder
 from megatron_style.data.store import open_store
+from megatron_style.model.shape import count_parameters
 from megatron_style.paper.chart import draw
 from megatron_style.paper.experiment import Experiment
 from megatron_style.paper.presentation import Presented, as_json, as_markdown
@@ -18,7 +19,6 @@ from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.sharing import TAKEN
 from megatron_style.paper.subjects import BASELINE
 from megatron_style.paper.training import ORIGIN
-from megatron_style.planning.parameters import count_parameters
 
 _MOST_LINES = 60  # of training, kept of a run
 _KEPT = ("run.yaml", ORIGIN, TAKEN)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.planning.setup import Setup
-from megatron_style.planning.vocabulary import bands_of
 from megatron_style.schedule.stages import Stage
 
 _FLOAT, _LONG = 4, 8  # bytes
@@ -113,7 +112,7 @@ def _seen_until_the_end(work: _Work) -> float:
 
 
 def _kept_by_embedding(work: _Work) -> float:
-    bands = bands_of(work.model, work.setup.vocab_size)
+    bands = work.setup.bands
     # The vectors this rank has looked up, and the mask.
     elements = work.tokens * work.model.hidden_size * (1 / work.setup.tensor + bool(work.model.dropout.hidden))
     if work.model.vocabulary.kind == "adaptive":
@@ -124,7 +123,7 @@ def _kept_by_embedding(work: _Work) -> float:
 
 def _scores(work: _Work) -> Iterator[float]:
     """How many logits each band has: the head one for every token, a tail for its own tokens only."""
-    head, *tails = bands_of(work.model, work.setup.vocab_size)
+    head, *tails = work.setup.bands
     yield work.tokens * (head.tokens / work.setup.tensor + len(tails))
     for band, share in zip(tails, work.setup.band_shares[1:], strict=True):
         yield work.tokens * share * band.tokens / work.setup.tensor
@@ -133,7 +132,7 @@ def _scores(work: _Work) -> Iterator[float]:
 def _kept_by_bands(work: _Work) -> Iterator[float]:
     head, *tails = (scores * work.setup.kernels.bytes_kept_per_score for scores in _scores(work))
     yield head
-    bands = bands_of(work.model, work.setup.vocab_size)
+    bands = work.setup.bands
     for band, share, scores in zip(bands[1:], work.setup.band_shares[1:], tails, strict=True):
         inputs = work.model.hidden_size + band.width * (1 + _drops_in_loss(work))
         yield work.tokens * share * inputs * work.element_bytes + scores

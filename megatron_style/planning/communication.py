@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_style.planning.setup import Setup
-from megatron_style.planning.vocabulary import bands_of
 from megatron_style.schedule.stages import Stage
 
 _FLOAT = 4  # bytes
@@ -43,7 +42,7 @@ def plan_traffic(setup: Setup, stage: Stage) -> Traffic:
 def _tensor_messages(setup: Setup) -> int:
     """Return the number of reductions of one micro-batch, as `_tensor_bytes` and `_vocabulary_bytes` list them."""
     blocks = setup.model.layers * (5 if setup.recompute else 4)
-    bands = len(bands_of(setup.model, setup.vocab_size))
+    bands = len(setup.bands)
     projections = bands if setup.model.vocabulary.kind == "adaptive" else 0
     return blocks + 1 + projections + 4 * bands  # 1: the embedding; of a band its input's gradient and three numbers
 
@@ -60,7 +59,7 @@ def _tensor_bytes(setup: Setup, stage: Stage) -> float:
 
 def _vocabulary_bytes(setup: Setup, tokens: int) -> float:
     """Of each band the greatest score, the sum and the score picked; of an adaptive one also narrow inputs."""
-    bands, D, e = bands_of(setup.model, setup.vocab_size), setup.model.hidden_size, setup.sharding.element_bytes
+    bands, D, e = setup.bands, setup.model.hidden_size, setup.sharding.element_bytes
     total = 3.0 * tokens * _FLOAT
     if setup.model.vocabulary.kind != "adaptive":
         return total

@@ -11,7 +11,8 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.store import TokenStore, open_store, store_files
-from megatron_style.planning.vocabulary import BandSize, bands_of, zipf_shares
+from megatron_style.model.shape import BandShape, bands
+from megatron_style.planning.vocabulary import zipf_shares
 
 _BLOCK, _BLOCKS = 1 << 18, 64  # so much of the text is looked at, evenly spread: 17M tokens at most
 
@@ -34,14 +35,13 @@ def text_facts(run: RunConfig) -> TextFacts:
             )
         vocab_size = tokenizer.vocab_size
     run.model.check_vocabulary(vocab_size)
-    bands = bands_of(run.model, vocab_size)
     if not all(path.is_file() for path in store_files(run.data.train)):
-        return TextFacts(vocab_size, None, zipf_shares(bands))
+        return TextFacts(vocab_size, None, zipf_shares(run.model, vocab_size))
     store = open_store(run.data.train)
-    return TextFacts(vocab_size, len(store), measured_shares(store, bands))
+    return TextFacts(vocab_size, len(store), measured_shares(store, bands(run.model, vocab_size)))
 
 
-def measured_shares(store: TokenStore, bands: Sequence[BandSize]) -> tuple[float, ...]:
+def measured_shares(store: TokenStore, bands: Sequence[BandShape]) -> tuple[float, ...]:
     """The share of the text's tokens in each band."""
     edges = [bands[0].first, *(band.last for band in bands)]
     counts = np.zeros(len(bands), np.int64)

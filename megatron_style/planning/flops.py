@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.planning.vocabulary import bands_of, zipf_shares
+from megatron_style.model.shape import bands
+from megatron_style.planning.vocabulary import zipf_shares
 
 _PASSES = 3  # backward makes two products (for the input and for the weight) of each that forward makes
 
@@ -28,7 +29,7 @@ def training_flops_per_token(
     what a token may attend to: the model's own work, whatever the kernel. Without it, attention is segment x (cache +
     segment), what a kernel that only masks computes."""
     block = _block_products(model, segment_length, cache_length, causal_once)
-    shares = tuple(band_shares) if band_shares is not None else zipf_shares(bands_of(model, vocab_size))
+    shares = tuple(band_shares) if band_shares is not None else zipf_shares(model, vocab_size)
     products = model.layers * block + _vocabulary_products(model, vocab_size, shares)
     return 2.0 * _PASSES * products
 
@@ -45,7 +46,7 @@ def _block_products(model: ModelConfig, segment_length: int, cache_length: int, 
 
 def _vocabulary_products(model: ModelConfig, vocab_size: int, shares: Sequence[float]) -> float:
     """Input projections of the bands, and the scores of a token: of the head always, of a tail for its own tokens."""
-    D, (head, *tails) = model.hidden_size, bands_of(model, vocab_size)
+    D, (head, *tails) = model.hidden_size, bands(model, vocab_size)
     products = float(D * (head.tokens + len(tails)))
     if model.vocabulary.kind == "adaptive":
         products += shares[0] * D * head.width

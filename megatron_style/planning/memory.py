@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_style.planning.activations import ActivationBytes, activations
-from megatron_style.planning.parameters import parameters_of
 from megatron_style.planning.setup import Setup
 from megatron_style.planning.sharding import Sharding
 from megatron_style.schedule.stages import Stage
@@ -73,9 +72,7 @@ def largest_micro_rows(setup: Setup, stage: Stage, memory: float) -> int | None:
 
 def _never_split(setup: Setup) -> int:
     """Small parameters, which ZeRO 3 leaves whole on every rank."""
-    sizes = parameters_of(setup.model, setup.vocab_size)
-    whole = (size for size in sizes if size.on_rank(setup.tensor) <= setup.sharding.kept_whole)
-    return sum(size.copies * size.on_rank(setup.tensor) for size in whole)
+    return sum(size for size in setup.parameter_sizes if size <= setup.sharding.kept_whole)
 
 
 def _offloaded_with_optimizer(zero: Sharding, part: float) -> float:
@@ -100,7 +97,7 @@ def _needed_by_update(setup: Setup, part: float) -> float:
     """Copies of the gradients that an update makes, in full precision, and what the optimizer needs beside."""
     zero = setup.sharding
     if zero.zero_stage == 0:  # the norm is taken in double precision, parameter by parameter
-        largest = max(size.on_rank(setup.tensor) for size in parameters_of(setup.model, setup.vocab_size))
+        largest = max(setup.parameter_sizes)
         flat = min(setup.parameters, zero.bucket) if setup.data > 1 else 0  # gradients are laid end to end to be summed
         return max(2.0 * _DOUBLE * largest, zero.element_bytes * flat)
     if zero.zero_stage == 3:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron_style.config.run import RunConfig
+from megatron_style.model.shape import count_parameters
 from megatron_style.planning.communication import Traffic, plan_traffic
 from megatron_style.planning.corpus import TextFacts
 from megatron_style.planning.extent import Extent, extents_of
 from megatron_style.planning.memory import MemoryPlan, StateBytes, largest_micro_rows, plan_memory, plan_states
-from megatron_style.planning.parameters import count_parameters
 from megatron_style.planning.setup import Setup
 from megatron_style.planning.sharding import Sharding
 from megatron_style.planning.timing import Machine, StepTime, flops_of_token, plan_time

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.planning.parameters import count_parameters
+from megatron_style.model.shape import BandShape, bands, parameters
 from megatron_style.planning.sharding import Sharding
 
 _FLOAT = 4  # bytes
@@ -38,7 +39,16 @@ class Setup:
     recompute: bool = False
     kernels: Kernels = ON_GPU
 
+    @cached_property  # a search over micro-batches reads it often
+    def parameter_sizes(self) -> tuple[int, ...]:
+        """Return the elements of each parameter on a tensor-parallel rank."""
+        shapes = parameters(self.model, self.vocab_size).values()
+        return tuple(shape.elements(self.tensor) for shape in shapes)
+
     @property
     def parameters(self) -> int:
-        """Of each tensor-parallel rank."""
-        return count_parameters(self.model, self.vocab_size, tensor=self.tensor)
+        return sum(self.parameter_sizes)
+
+    @property
+    def bands(self) -> tuple[BandShape, ...]:
+        return bands(self.model, self.vocab_size)

@@ -1,45 +1,23 @@
-"""The bands of a vocabulary as plain sizes, and how often a token falls into each."""
+"""How often a token falls into each band of a vocabulary, by Zipf's law."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from megatron_style.config.model import ModelConfig
-
-
-@dataclass(frozen=True)
-class BandSize:
-    """Token ids first..last and the width of their vectors."""
-
-    first: int
-    last: int
-    width: int
-
-    @property
-    def tokens(self) -> int:
-        return self.last - self.first
-
-
-def bands_of(model: ModelConfig, vocab_size: int) -> tuple[BandSize, ...]:
-    """Band 0 is the head; a vocabulary that is not adaptive is one band of full width."""
-    vocabulary = model.vocabulary
-    edges = pairwise((0, *vocabulary.cutoffs, vocab_size))
-    return tuple(BandSize(*edge, model.hidden_size // vocabulary.factor**i) for i, edge in enumerate(edges))
-
+from megatron_style.model.shape import bands
 
 # Frequent words follow 1/rank, rarer ones fall faster: Gerlach & Altmann, "Stochastic model for the vocabulary growth
 # in natural languages" (Physical Review X, 2013), who fitted this to English books.
 _BEND, _STEEPNESS = 7873, 1.77
 
 
-def zipf_shares(bands: Sequence[BandSize]) -> tuple[float, ...]:
-    """The share of tokens in each band by Zipf's law, for ids in the order of frequency."""
-    return _zipf_shares(tuple(band.last for band in bands))
+def zipf_shares(model: ModelConfig, vocab_size: int) -> tuple[float, ...]:
+    """Return the share of tokens in each band, for ids in the order of frequency."""
+    return _zipf_shares(tuple(band.last for band in bands(model, vocab_size)))
 
 
 @lru_cache  # the same few vocabularies are asked for at every step of a search

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_style.config.run import load_run
+from megatron_style.model.shape import count_parameters
 from megatron_style.paper.memory import KERNELS_OF_2020, WIKITEXT_VOCAB, PlannedStage, largest_batch
 from megatron_style.paper.runs import Model
 from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import gpu_named
-from megatron_style.planning.parameters import count_parameters
 from megatron_style.planning.run_plan import setup_of
 from megatron_style.planning.sharding import Sharding
 from megatron_style.planning.timing import Machine, plan_time
