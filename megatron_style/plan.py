@@ -24,10 +24,10 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import load_run
 from megatron_style.planning.calibration import measured_efficiency
-from megatron_style.planning.corpus import text_facts
+from megatron_style.planning.estimate import RunEstimate, StageEstimate, estimate_run
 from megatron_style.planning.hardware import GIB, GPUS, bytes_of, gpu_named
-from megatron_style.planning.run_plan import RunPlan, StagePlan, plan_run
-from megatron_style.planning.sharding import sharding_of
+from megatron_style.planning.setup import sharding_of
+from megatron_style.planning.text import text_facts
 from megatron_style.planning.timing import Machine
 
 DEFAULT_GPU, DEFAULT_EFFICIENCY, DEFAULT_COUNT = "a100-80gb", 0.4, 8
@@ -41,7 +41,7 @@ def main() -> None:
     memory = bytes_of(args.gpu_memory, "--gpu-memory") if args.gpu_memory else gpu.memory
     sharding, text = sharding_of(run, read_ds_file(run.deepspeed)), text_facts(run)
     machine = Machine(gpu, measured_efficiency(args.calibrate, gpu) if args.calibrate else efficiency(args.efficiency))
-    plan = plan_run(run, text, sharding, machine, gpus=counts, memory=memory)
+    plan = estimate_run(run, text, sharding, machine, gpus=counts, memory=memory)
     if text.tokens is None:
         log(f"{run.data.train}: not there yet; shares of the vocabulary are guessed, epochs have no length")
     if args.picture:
@@ -100,7 +100,7 @@ def gpu_counts(text: str | None, tensor: int) -> list[int]:
     return counts
 
 
-def show_plan(plan: RunPlan) -> None:
+def show_plan(plan: RunEstimate) -> None:
     text, totals, zero = plan.text, plan.totals, plan.sharding
     show(
         {
@@ -125,7 +125,7 @@ def show_plan(plan: RunPlan) -> None:
         show_scaling(plan)
 
 
-def show_zero_stages(plan: RunPlan) -> None:
+def show_zero_stages(plan: RunEstimate) -> None:
     show_table(
         ["states of a GPU", "weights", "gradients", "optimizer", "sum"],
         (
@@ -135,7 +135,7 @@ def show_zero_stages(plan: RunPlan) -> None:
     )  # fmt: skip
 
 
-def show_scaling(plan: RunPlan) -> None:
+def show_scaling(plan: RunEstimate) -> None:
     show_table(
         ["GPUs", "step, s", "communication, s", "share", "tokens/s", ""],
         (
@@ -155,7 +155,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
 
 
-_MEMORY_ROWS: dict[str, Callable[[StagePlan], object]] = {
+_MEMORY_ROWS: dict[str, Callable[[StageEstimate], object]] = {
     "weights": lambda plan: size(plan.memory.states.weights),
     "gradients": lambda plan: size(plan.memory.states.gradients),
     "optimizer": lambda plan: size(plan.memory.states.optimizer),
@@ -172,7 +172,7 @@ _MEMORY_ROWS: dict[str, Callable[[StagePlan], object]] = {
     "rows at once": lambda plan: f"{plan.stage.micro_rows} of {plan.stage.rows}",
     "largest micro_rows that fits": lambda plan: plan.largest_micro_rows or "none",
 }
-_STEP_ROWS: dict[str, Callable[[StagePlan], object]] = {
+_STEP_ROWS: dict[str, Callable[[StageEstimate], object]] = {
     "segment + cache": lambda plan: f"{plan.stage.segment_length} + {plan.stage.cache_length}",
     "FLOPs a token": lambda plan: f"{plan.flops_per_token:.4g}",
     "  with dense attention": lambda plan: f"{plan.dense_flops_per_token:.4g}",

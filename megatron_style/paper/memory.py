@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from megatron_style.config.run import load_run
 from megatron_style.paper.runs import ROOT, Model
+from megatron_style.planning.estimate import USABLE
 from megatron_style.planning.hardware import gpu_named
-from megatron_style.planning.memory import plan_memory
-from megatron_style.planning.run_plan import USABLE
-from megatron_style.planning.setup import Kernels, Setup
-from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.vocabulary import zipf_shares
+from megatron_style.planning.memory import estimate_memory
+from megatron_style.planning.setup import Kernels, Setup, Sharding
+from megatron_style.planning.text import zipf_shares
 from megatron_style.schedule.stages import Stage
 
 WIKITEXT_VOCAB = 267_744
@@ -46,7 +45,7 @@ def largest_batch(stage: PlannedStage) -> int:
 
     def fits(rows: int) -> bool:
         shape = Stage(0, stage.length, stage.length if model.cache else 0, rows, micro_rows=rows)
-        return plan_memory(setup, shape).total <= room
+        return estimate_memory(setup, shape).total <= room
 
     low, high = 0, _MOST_ROWS  # memory grows with rows: search by halves
     while high - low > 1:

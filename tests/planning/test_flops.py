@@ -14,8 +14,8 @@ from megatron_style.model.shape import bands
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
-from megatron_style.planning.flops import training_flops_per_token
-from megatron_style.planning.vocabulary import zipf_shares
+from megatron_style.planning.text import zipf_shares
+from megatron_style.planning.timing import training_flops_per_token
 
 VOCAB_SIZE, ROWS = 211, 3
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [40, 100], "factor": 2}
