@@ -24,9 +24,9 @@ from megatron_style.base.command import (
     command_parser,
     run_command,
     show_table,
-    size,
 )
 from megatron_style.base.errors import UserError
+from megatron_style.base.units import size
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.data.store import store_files
 from megatron_style.engine.requirements import bytes_of_checkpoint, check_run

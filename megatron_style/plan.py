@@ -18,9 +18,9 @@ from megatron_style.base.command import (
     run_command,
     show,
     show_table,
-    size,
 )
 from megatron_style.base.errors import UserError
+from megatron_style.base.units import duration, size
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import load_run
 from megatron_style.planning.calibration import measured_efficiency
@@ -145,14 +145,6 @@ def show_scaling(plan: RunEstimate) -> None:
             for scale in plan.scaling
         ),
     )  # fmt: skip
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 3600:,.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
 
 
 _MEMORY_ROWS: dict[str, Callable[[StageEstimate], object]] = {

@@ -101,11 +101,6 @@ def _is_first_of_host() -> bool:
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
-def size(count: float) -> str:
-    """Of memory or files, in bytes."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
-
-
 def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "unknown", True: "yes", False: "no"}[value]
