@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError
 
+Value = TypeVar("Value")
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
 
 
@@ -31,6 +32,20 @@ def command_parser(name: str, about: str, example: str) -> argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def argument_type(convert: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Return the `type` of an argument whose refusal is shown as it is: argparse would replace the message of a
+    UserError, which is a ValueError, by one of its own."""
+
+    def converted(text: str) -> Value:
+        try:
+            return convert(text)
+        except UserError as error:
+            log(f"error: {error}")
+            sys.exit(EXIT_BAD_INPUT)
+
+    return converted
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
