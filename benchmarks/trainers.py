@@ -17,7 +17,7 @@ from megatron_style.data.lanes import read_batch
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
 from megatron_style.parallel.topology import Topology
-from megatron_style.planning.flops import training_flops_per_token
+from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients
 

@@ -6,7 +6,6 @@ python -m megatron_style.convert export runs/quickstart --output models/mine
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from megatron_style.data.tokenizer import WordDictionary
 from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
 from megatron_style.formats.certificate import Certificate, certify
 from megatron_style.formats.formats import open_model
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import ModelSource
 from megatron_style.formats.transfer import deliver, return_freed_memory, transfer
+from megatron_style.model.shape import count_parameters
 
 Result = dict[str, object]
 
@@ -164,7 +164,7 @@ def _summary(output: Path, source: ModelSource, certificate: Certificate) -> Res
     config = source.config
     return {
         "output": str(output),
-        "parameters": sum(math.prod(layout.shape) for layout in parameters_of(config).values()),
+        "parameters": count_parameters(config.model, config.vocab_size),
         "vocabulary": config.vocab_size,
         "steps": config.step,
         "optimizer": "kept" if source.state else "none",

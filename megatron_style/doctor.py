@@ -25,16 +25,16 @@ from megatron_style.base.command import (
     run_command,
     say,
     show_table,
-    size,
 )
 from megatron_style.base.errors import UserError
+from megatron_style.base.units import size
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.data.store import store_files
 from megatron_style.engine.requirements import bytes_of_checkpoint, check_run
 from megatron_style.hosts.hosts import Host, ask_all, read_hostfile, this_machine
 from megatron_style.hosts.launcher import DEFAULT_PORT
+from megatron_style.planning.estimate import USABLE
 from megatron_style.planning.hardware import bytes_of, gpu_named
-from megatron_style.planning.run_plan import USABLE
 
 if TYPE_CHECKING:
     from megatron_style.rehearsal.rehearsal import Rehearsal, StageRehearsal

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError, harmless
 
 CONSOLE_COMMAND = "shortformer"
+Value = TypeVar("Value")
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
 
 
@@ -49,6 +50,20 @@ def output_file(text: str) -> Path:
     if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} must be a file in a folder that exists")
     return path
+
+
+def argument_type(convert: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Return the `type` of an argument whose refusal is shown as it is: argparse would replace the message of a
+    UserError, which is a ValueError, by one of its own."""
+
+    def converted(text: str) -> Value:
+        try:
+            return convert(text)
+        except UserError as error:
+            log(f"error: {error}")
+            sys.exit(EXIT_BAD_INPUT)
+
+    return converted
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -123,11 +138,6 @@ def _is_first_of_host() -> bool:
     """As the launchers number processes: deepspeed and torchrun, mpirun, srun."""
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
-
-
-def size(count: float) -> str:
-    """Of memory or files, in bytes."""
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def _text(value: object) -> str:

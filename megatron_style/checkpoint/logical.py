@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Manifest, tensor_rank_of
 from megatron_style.engine.counters import Counters
-from megatron_style.formats.source import is_plain
 from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis
 
@@ -35,6 +34,7 @@ _NOT_NEEDED = (
 )
 _WEIGHT = "weight"
 _RATES = ("lr", "momentum", "betas")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _OPEN_FILES = 1024  # mapped, not loaded: they take up addresses, not memory
 
 
@@ -167,6 +167,18 @@ class LogicalReader:
             case _:
                 inner = state["optimizer_state_dict"]["base_optimizer_state"]
         return inner
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """True for a dense tensor of floating point numbers whose elements are all in memory or in its file. A stranger's
+    file may hold others: sparse, quantized or imaginary ones, or a few bytes that stand for a terabyte."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype in _FLOATS
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.untyped_storage().nbytes() >= value.nbytes
+    )
 
 
 def file_of(names: Iterable[str], *, zero: int, data_rank: int, tensor_rank: int) -> str:

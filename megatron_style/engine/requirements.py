@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
-from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel.topology import Axis, check_world
+from megatron_style.model.shape import count_parameters
+from megatron_style.parallel.topology import check_world
 from megatron_style.schedule.stages import StageSchedule
 
 _BYTES_A_PARAMETER = 16  # the most: float32 weights and two moments, and a copy of the weights at half precision
@@ -35,6 +33,4 @@ def bytes_of_checkpoint(run: RunConfig) -> int | None:
         vocab_size = open_corpus(run.data, check_ids=False).vocab_size
     except UserError:
         return None
-    with torch.device("meta"):
-        model = Shortformer(run.model, vocab_size, Axis(), recompute=False)
-    return _BYTES_A_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
+    return _BYTES_A_PARAMETER * count_parameters(run.model, vocab_size)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
+from megatron_style.checkpoint.logical import is_plain
 from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.formats.source import ModelSource, is_plain, parameters_of
+from megatron_style.formats.source import ModelSource, parameters_of
 
 NAME = "a checkpoint of fairseq (.pt)"
 FILES = frozenset[str]()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 import xxhash
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer
+from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel.sharding import Layout, layout_of, layouts_of, shard_of
+from megatron_style.parallel.sharding import layout_of, shard_of
+from megatron_style.parallel.split import Shape
 from megatron_style.parallel.topology import Axis
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -49,20 +48,6 @@ class ModelSource:
         return total.hexdigest()
 
 
-def is_plain(value: object) -> TypeGuard[Tensor]:
-    """True for a dense tensor of floating point numbers whose elements are all in memory or in its file. A stranger's
-    file may hold others: sparse, quantized or imaginary ones, or a few bytes that stand for a terabyte."""
-    return (
-        isinstance(value, Tensor)
-        and value.dtype in _FLOATS
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and value.untyped_storage().nbytes() >= value.nbytes
-    )
-
-
-def parameters_of(config: ModelFolderConfig) -> dict[str, Layout]:
-    """Names and shapes of a model's tensors, without the tensors."""
-    with torch.device("meta"):
-        model = Shortformer(config.model, config.vocab_size)
-    return layouts_of(model)
+def parameters_of(config: ModelFolderConfig) -> dict[str, Shape]:
+    """Return names and shapes of a model's tensors, in the model's order."""
+    return parameters(config.model, config.vocab_size)

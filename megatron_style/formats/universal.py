@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
+from megatron_style.checkpoint.logical import is_plain
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
 from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.formats.source import ModelSource, is_plain, parameters_of
-from megatron_style.parallel.sharding import Layout
+from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.parallel.split import Shape
 
 LATEST, INDEX = "latest_universal", "universal.json"
 NAME = f"a universal checkpoint of DeepSpeed (with {LATEST})"
@@ -124,7 +125,7 @@ def _tensors(files: dict[str, Any]) -> dict[str, dict[str, str]]:
     return held
 
 
-def _cut(name: str, layout: Layout) -> dict[str, Any]:
+def _cut(name: str, layout: Shape) -> dict[str, Any]:
     """What a tensor-parallel engine needs to take its shard. Only of vocabularies are shards padded to equal size."""
     if layout.shard_dim is None:
         return {}

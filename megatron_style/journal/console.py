@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_style.base.command import log
 from megatron_style.base.events import Event
+from megatron_style.base.units import with_prefix
 
 _REDRAW_SECONDS = 0.2
 _GAUGE = 20  # characters
-_PREFIXES = ("", "K", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,3 @@ class Console:
         width: int = self._stream.width
         bar = self._standing.bar(step, width) if self._standing else f"step {step}/{self._total_steps}"[: width - 1]
         self._stream.draw(bar)
-
-
-def with_prefix(value: float) -> str:
-    """1234567 is `1.23 M`, to be followed by the unit."""
-    power = 0
-    while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
-        value, power = value / 1000, power + 1
-    return f"{value:.3g} {_PREFIXES[power]}"

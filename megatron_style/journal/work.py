@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.planning.flops import training_flops_per_token
 from megatron_style.planning.hardware import GPUS
+from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
 
 # What a driver calls the GPUs of the table. Others of the same chip (PCIe, laptops) are slower, and not in it.

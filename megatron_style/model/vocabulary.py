@@ -6,7 +6,6 @@ Shape letters: N tokens of all rows, D hidden, V tokens of a table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import cast
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
+from megatron_style.model.shape import BandShape, bands
 from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
@@ -25,11 +25,12 @@ from megatron_style.parallel.topology import Axis
 class Band(nn.Module):
     """A frequency band of an adaptive vocabulary: tokens first..first+V with vectors of their own width."""
 
-    def __init__(self, first: int, last: int, width: int, hidden_size: int, axis: Axis) -> None:
+    def __init__(self, shape: BandShape, hidden_size: int, axis: Axis) -> None:
         super().__init__()
-        self.first, self.last = first, last
-        self.table = VocabParallelTable(last - first, width, axis=axis, weight=normal(width**-0.5))
-        self.projection = parameter(Layout((hidden_size, width), None, xavier(width, hidden_size)), axis)
+        self.first, self.last = shape.first, shape.last
+        width = shape.width
+        self.table = VocabParallelTable(shape.tokens, width, axis=axis, weight=normal(width**-0.5))
+        self.projection = parameter(Layout((hidden_size, width), draw=xavier(width, hidden_size)), axis)
 
     def holds(self, ids: Tensor) -> Tensor:
         """Indices of the ids that belong to this band."""
@@ -44,13 +45,11 @@ class AdaptiveVocabulary(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, axis: Axis) -> None:
         super().__init__()
-        D, factor = config.hidden_size, config.vocabulary.factor
+        D = config.hidden_size
         self.axis, self.hidden_size, self.dropout = axis, D, config.dropout.softmax
-        edges = pairwise((0, *config.vocabulary.cutoffs, vocab_size))
-        bands = [Band(*edge, D // factor**i, D, axis) for i, edge in enumerate(edges)]
-        self.bands = cast("Sequence[Band]", nn.ModuleList(bands))
+        self.bands = cast("Sequence[Band]", nn.ModuleList(Band(b, D, axis) for b in bands(config, vocab_size)))
         tails = len(self.bands) - 1
-        self.clusters = parameter(Layout((tails, D), None, xavier(D, tails)), axis)
+        self.clusters = parameter(Layout((tails, D), draw=xavier(D, tails)), axis)
 
     def embed(self, ids: Tensor) -> Tensor:
         flat = ids.reshape(-1)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from megatron_style.config.run import load_run
 from megatron_style.config.shipped import shipped_file
 from megatron_style.paper.runs import Model
+from megatron_style.planning.estimate import USABLE
 from megatron_style.planning.hardware import gpu_named
-from megatron_style.planning.memory import plan_memory
-from megatron_style.planning.run_plan import USABLE
-from megatron_style.planning.setup import Kernels, Setup
-from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.vocabulary import bands_of, zipf_shares
+from megatron_style.planning.memory import estimate_memory
+from megatron_style.planning.setup import Kernels, Setup, Sharding
+from megatron_style.planning.text import zipf_shares
 from megatron_style.schedule.stages import Stage
 
 WIKITEXT_VOCAB = 267_744
@@ -41,13 +40,13 @@ class LargestBatch:
 
 def largest_batch(stage: PlannedStage) -> int:
     model = load_run(shipped_file(f"run_configs/wikitext103_{stage.model}.yaml")).model
-    shares = zipf_shares(bands_of(model, WIKITEXT_VOCAB))
+    shares = zipf_shares(model, WIKITEXT_VOCAB)
     setup = Setup(model, WIKITEXT_VOCAB, shares, REFERENCE, kernels=KERNELS_OF_2020)
     room = USABLE * gpu_named("v100-32gb").memory - 4 * setup.parameters  # fairseq keeps full gradients too
 
     def fits(rows: int) -> bool:
         shape = Stage(0, stage.length, stage.length if model.cache else 0, rows, micro_rows=rows)
-        return plan_memory(setup, shape).total <= room
+        return estimate_memory(setup, shape).total <= room
 
     low, high = 0, _MOST_ROWS  # memory grows with rows: search by halves
     while high - low > 1:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from megatron_style.base.events import Event, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
 from megatron_style.data.store import open_store
+from megatron_style.model.shape import count_parameters
 from megatron_style.paper.claims import Claim, Outcome, claims_of
 from megatron_style.paper.experiment import Experiment, findings_of
 from megatron_style.paper.jobs import ORIGIN
@@ -24,7 +25,6 @@ from megatron_style.paper.measures import Figures, Findings, Row, Table, short
 from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.sharing import TAKEN
 from megatron_style.paper.tables import BASELINE
-from megatron_style.planning.parameters import count_parameters
 
 _MOST_LINES = 60  # of training, kept of a run
 _KEPT = ("run.yaml", ORIGIN, TAKEN)

@@ -18,8 +18,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
         super().__init__()
-        self.weight = parameter(Layout((out_features, in_features), 0, weight), axis)
-        self.bias = parameter(Layout((out_features,), 0, bias), axis)
+        self.weight = parameter(Layout((out_features, in_features), 0, draw=weight), axis)
+        self.bias = parameter(Layout((out_features,), 0, draw=bias), axis)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Of each input, if there are several: ZeRO 3 brings the weight together for one call."""
@@ -33,8 +33,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
         super().__init__()
         self.axis = axis
-        self.weight = parameter(Layout((out_features, in_features), 1, weight), axis)
-        self.bias = parameter(Layout((out_features,), None, bias), axis)
+        self.weight = parameter(Layout((out_features, in_features), 1, draw=weight), axis)
+        self.bias = parameter(Layout((out_features,), draw=bias), axis)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
@@ -57,7 +57,7 @@ class VocabParallelTable(nn.Module):
     def __init__(self, tokens: int, width: int, *, axis: Axis, weight: Draw) -> None:
         super().__init__()
         self.axis, self.tokens = axis, tokens
-        self.weight = parameter(Layout((tokens, width), 0, weight, is_table=True), axis)
+        self.weight = parameter(Layout((tokens, width), 0, is_table=True, draw=weight), axis)
 
     def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the ids (counted from this table's first) this rank holds, and their vectors. Ids on the host are

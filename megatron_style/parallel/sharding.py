@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_style.parallel.randomness import derive_key
+from megatron_style.parallel.split import Shape
 from megatron_style.parallel.topology import Axis
 
 Draw = Callable[[Tensor, torch.Generator], object]  # fills a tensor in place
@@ -17,24 +18,10 @@ _ROWS_PER_DRAW = 1024  # a weight is drawn in blocks of rows, so that a rank nev
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The logical (unsharded) shape of a parameter, the dim it is split along, and its initial distribution."""
+class Layout(Shape):
+    """The shape of a parameter, how it is split, and its initial distribution."""
 
-    shape: tuple[int, ...]
-    shard_dim: int | None = None  # None: every rank holds all of it
     draw: Draw | None = None  # None: the module that made it has initialised it
-    is_table: bool = False  # its rows are vectors of tokens
-
-    @property
-    def decays(self) -> bool:
-        """True for the matrices that weight decay is meant for: not for norms, biases and vectors of tokens."""
-        return len(self.shape) > 1 and not self.is_table
-
-    def shard_shape(self, ways: int) -> tuple[int, ...]:
-        shape = list(self.shape)
-        if self.shard_dim is not None:
-            shape[self.shard_dim] = -(-shape[self.shard_dim] // ways)
-        return tuple(shape)
 
     def owned(self, axis: Axis) -> range:
         """The indices along the split dim that a rank holds; fewer on the last ranks when they do not divide."""

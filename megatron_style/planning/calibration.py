@@ -10,12 +10,10 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.events import Event, read_events
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig, load_run
-from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import Gpu
-from megatron_style.planning.run_plan import setup_of
-from megatron_style.planning.setup import Setup
-from megatron_style.planning.sharding import sharding_of
-from megatron_style.planning.timing import Machine, plan_time
+from megatron_style.planning.setup import Setup, setup_of, sharding_of
+from megatron_style.planning.text import text_facts
+from megatron_style.planning.timing import Machine, estimate_time
 from megatron_style.schedule.stages import resolve_stage
 
 
@@ -49,7 +47,7 @@ def _setup(run: RunConfig, trained: Sequence[Event], folder: Path) -> Setup:
 
 
 def _efficiencies(run: RunConfig, events: Sequence[Event], setup: Setup, gpu: Gpu) -> Iterator[float]:
-    times = [plan_time(setup, resolve_stage(run, index), Machine(gpu, 1.0)) for index in range(len(run.stages))]
+    times = [estimate_time(setup, resolve_stage(run, index), Machine(gpu, 1.0)) for index in range(len(run.stages))]
     index = 0
     for event in events:
         if event["kind"] == "stage":
@@ -57,5 +55,5 @@ def _efficiencies(run: RunConfig, events: Sequence[Event], setup: Setup, gpu: Gp
         if event["kind"] == "train":
             time = times[event.get("stage", index)]
             seconds = run.data.tokens_per_batch * setup.data / event["tokens_per_second"]
-            beside = time.update + time.tensor + (0 if setup.sharding.reduces_in_backward else time.data)
-            yield time.compute / (seconds - beside if seconds > beside else seconds)
+            other = time.update + time.tensor + (0 if setup.sharding.reduces_in_backward else time.data)
+            yield time.compute / (seconds - other if seconds > other else seconds)

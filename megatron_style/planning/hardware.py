@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron_style.base.errors import UserError
-from megatron_style.planning.sharding import Precision
+from megatron_style.planning.setup import Precision
 
 GIB = 2**30
 _UNITS = {"": 1, "MB": 2**20, "GB": GIB, "TB": 2**40, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}

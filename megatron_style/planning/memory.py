@@ -1,13 +1,14 @@
-"""Bytes on each rank: what the model and its optimizer hold all the time, the caches, and the peak of a step."""
+"""Bytes on each rank: what the model and its optimizer hold all the time, the caches, and the peak of a step.
+
+The model's own tensors are counted, whatever the allocator adds.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_style.planning.activations import ActivationBytes, activations
-from megatron_style.planning.parameters import parameters_of
-from megatron_style.planning.setup import Setup
-from megatron_style.planning.sharding import Sharding
+from megatron_style.planning.parts import parts_of
+from megatron_style.planning.setup import Setup, Sharding
 from megatron_style.schedule.stages import Stage
 
 _FLOAT, _DOUBLE = 4, 8  # bytes
@@ -19,12 +20,21 @@ class StateBytes:
     gradients: float
     optimizer: float  # its states, and the full-precision weights it updates
     buffers: float  # to reduce gradients and to gather weights; the table of positions
-    update: float  # needed beside while the optimizer works, when there are no activations
+    update: float  # needed in addition while the optimizer works, when there are no activations
     host: float  # what is kept in host memory instead
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class ActivationBytes:
+    """Of one micro-batch, in bytes. The caches are not among them: they outlive the step."""
+
+    blocks: float  # kept by the blocks; with recompute their inputs only
+    vocabulary: float  # kept by embedding and loss, logits among them
+    peak: float  # the most at once, with what backward needs in addition
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
     """A stage on one rank, in bytes."""
 
     states: StateBytes
@@ -33,19 +43,34 @@ class MemoryPlan:
     total: float
 
 
-def plan_memory(setup: Setup, stage: Stage) -> MemoryPlan:
-    D, e = setup.model.hidden_size, setup.sharding.element_bytes
-    caches = 2 * stage.rows * stage.cache_length * D * setup.model.layers * e
-    positions = (stage.segment_length + stage.cache_length) * D * _FLOAT
-    states, active = plan_states(setup, positions), activations(setup, stage)
+def estimate_memory(setup: Setup, stage: Stage) -> MemoryEstimate:
+    attention = parts_of(setup, stage).attention
+    caches = setup.model.layers * attention.caches
+    states = estimate_states(setup, attention.position_table)
+    active = estimate_activations(setup, stage)
     held = states.weights + states.gradients + states.optimizer + caches
     total = held + max(states.buffers + active.peak, states.update)
-    return MemoryPlan(states, caches, active, total)
+    return MemoryEstimate(states, caches, active, total)
 
 
-def plan_states(setup: Setup, positions: int = 0) -> StateBytes:
+def estimate_activations(setup: Setup, stage: Stage) -> ActivationBytes:
+    parts = parts_of(setup, stage)
+    kept = parts.attention.kept + parts.feed_forward.kept
+    needed = max(parts.attention.needed, parts.feed_forward.needed)
+    if setup.recompute:  # a block keeps its input only, and all the rest while it is computed again
+        stream = parts.attention.batch.stream
+        needed += kept - stream
+        kept = stream
+    blocks = parts.layers * kept
+    held_for_cache = parts.layers * parts.attention.held_for_cache
+    busiest = max(parts.vocabulary.needed, needed, held_for_cache)
+    return ActivationBytes(blocks, parts.vocabulary.kept, blocks + parts.vocabulary.kept_by_embedding + busiest)
+
+
+def estimate_states(setup: Setup, positions: int = 0) -> StateBytes:
     """DeepSpeed's: ZeRO keeps a full-precision copy of the weights for its optimizer, also of weights that are full."""
-    zero, e, P = setup.sharding, setup.sharding.element_bytes, setup.parameters
+    zero = setup.sharding
+    e, P = zero.element_bytes, setup.parameters
     part = P / setup.data  # what ZeRO leaves to a rank
     weights = e * (part + _never_split(setup) if zero.zero_stage == 3 and setup.data > 1 else P)
     gradients = zero.gradient_bytes * (part if zero.zero_stage >= 2 else P)
@@ -55,27 +80,29 @@ def plan_states(setup: Setup, positions: int = 0) -> StateBytes:
     update = _needed_by_update(setup, part)
     host = 0.0
     if zero.offloads_optimizer:
-        host, optimizer, update, gradients = optimizer + _offloaded_with_optimizer(zero, part), 0.0, 0.0, 0.0
+        host = optimizer + _offloaded_with_optimizer(zero, part)
+        optimizer = 0.0
+        update = 0.0
+        gradients = 0.0
     if zero.offloads_weights:
-        host, weights = host + weights, 0.0
+        host += weights
+        weights = 0.0
     return StateBytes(weights, gradients, optimizer, _buffers(setup) + positions, update, host)
 
 
 def largest_micro_rows(setup: Setup, stage: Stage, memory: float) -> int | None:
-    """The most rows at once whose plan fits into so many bytes, of those that divide the rows; None if not one does."""
+    """Return the most rows at once that fit into the memory, of those that divide the rows; None if not one does."""
     fitting = (
         rows
         for rows in range(stage.rows, 0, -1)
-        if stage.rows % rows == 0 and plan_memory(setup, replace(stage, micro_rows=rows)).total <= memory
+        if stage.rows % rows == 0 and estimate_memory(setup, replace(stage, micro_rows=rows)).total <= memory
     )
     return next(fitting, None)
 
 
 def _never_split(setup: Setup) -> int:
     """Small parameters, which ZeRO 3 leaves whole on every rank."""
-    sizes = parameters_of(setup.model, setup.vocab_size)
-    whole = (size for size in sizes if size.on_rank(setup.tensor) <= setup.sharding.kept_whole)
-    return sum(size.copies * size.on_rank(setup.tensor) for size in whole)
+    return sum(size for size in setup.parameter_sizes if size <= setup.sharding.kept_whole)
 
 
 def _offloaded_with_optimizer(zero: Sharding, part: float) -> float:
@@ -97,10 +124,10 @@ def _buffers(setup: Setup) -> float:
 
 
 def _needed_by_update(setup: Setup, part: float) -> float:
-    """Copies of the gradients that an update makes, in full precision, and what the optimizer needs beside."""
+    """Copies of the gradients that an update makes, in full precision, and what the optimizer needs in addition."""
     zero = setup.sharding
     if zero.zero_stage == 0:  # the norm is taken in double precision, parameter by parameter
-        largest = max(size.on_rank(setup.tensor) for size in parameters_of(setup.model, setup.vocab_size))
+        largest = max(setup.parameter_sizes)
         flat = min(setup.parameters, zero.bucket) if setup.data > 1 else 0  # gradients are laid end to end to be summed
         return max(2.0 * _DOUBLE * largest, zero.element_bytes * flat)
     if zero.zero_stage == 3:

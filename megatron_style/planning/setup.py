@@ -1,15 +1,67 @@
-"""What is trained, on what grid, and with what kernels: all that a plan is made of beside a stage."""
+"""What is trained, on what grid, with what sharding and kernels: with a stage, all that an estimate is made of."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
 
+from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig
-from megatron_style.planning.parameters import count_parameters
-from megatron_style.planning.sharding import Sharding
+from megatron_style.config.run import RunConfig
+from megatron_style.model.shape import BandShape, bands, parameters
+from megatron_style.planning.text import TextFacts
 
+Precision = Literal["fp32", "bf16", "fp16"]
+_STATES = {"nag": 1, "adamw": 2}  # full-precision numbers an optimizer keeps for each parameter
+_SIZE_KEYS = {
+    "bucket": "reduce_bucket_size",
+    "most_gathered": "stage3_max_live_parameters",
+    "kept_whole": "stage3_param_persistence_threshold",
+    "group": "sub_group_size",
+}
+_DEEPSPEED_STATES = {"adam": 2, "adamw": 2, "lion": 1, "sgd": 1, "nadam": 2, "radam": 2, "rmsprop": 1}
 _FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Counts are of elements. The defaults are DeepSpeed's."""
+
+    zero_stage: int = 0
+    precision: Precision = "fp32"
+    optimizer_states: int = 1
+    bucket: int = 500_000_000  # gradients are reduced through a buffer of this size
+    overlaps: bool = False  # as overlap_comm asks; `reduces_in_backward` says whether it happens
+    full_gradients: bool = False  # in half precision: the gradients of micro-batches add up in float32
+    most_gathered: int = 1_000_000_000  # ZeRO 3: weights that are whole at once,
+    kept_whole: int = 100_000  # the size up to which a parameter is never split,
+    group: int = 1_000_000_000  # and parameters updated at once
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of an element of the gradients that add up over micro-batches."""
+        return 4 if self.full_gradients else self.element_bytes
+
+    @property
+    def keeps_two_gradients(self) -> bool:
+        """True if DeepSpeed uses its bf16 optimizer instead of ZeRO's. In addition to the gradients of a micro-batch it
+        keeps complete ones in float32, and reduces these after the last backward pass, whatever overlap_comm says."""
+        is_bf16_optimizer = self.zero_stage == 1 and self.precision == "bf16" and not self.offloads_optimizer
+        return is_bf16_optimizer and self.full_gradients
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """True if gradients are reduced while the backward pass runs, at ZeRO 1 and 2 through a second buffer."""
+        return self.overlaps and self.zero_stage > 0 and not self.keeps_two_gradients
 
 
 @dataclass(frozen=True)
@@ -17,9 +69,9 @@ class Kernels:
     """What torch's kernels keep; the defaults are those of GPUs."""
 
     fused_attention: bool = True  # never holds the matrix of tokens x tokens; CPUs have it only without dropout
-    byte_masks: bool = True  # torch's own dropout keeps a byte an element; on CPUs as much as the element has
+    byte_masks: bool = True  # torch's own dropout keeps a byte per element; on CPUs as much as the element has
     bytes_kept_per_score: int = _FLOAT  # logits are in full precision, whatever the weights are in
-    bytes_needed_per_score: int = 0  # beside: their gradient is made in the same memory
+    bytes_needed_per_score: int = 0  # extra bytes at the peak; 0, because the gradient reuses the logits' memory
 
 
 ON_GPU = Kernels()
@@ -38,7 +90,84 @@ class Setup:
     recompute: bool = False
     kernels: Kernels = ON_GPU
 
+    @cached_property  # a search over micro-batches reads it often
+    def parameter_sizes(self) -> tuple[int, ...]:
+        """Return the elements of each parameter on a tensor-parallel rank."""
+        shapes = parameters(self.model, self.vocab_size).values()
+        return tuple(shape.elements(self.tensor) for shape in shapes)
+
     @property
     def parameters(self) -> int:
-        """Of each tensor-parallel rank."""
-        return count_parameters(self.model, self.vocab_size, tensor=self.tensor)
+        return sum(self.parameter_sizes)
+
+    @property
+    def bands(self) -> tuple[BandShape, ...]:
+        return bands(self.model, self.vocab_size)
+
+
+def setup_of(run: RunConfig, text: TextFacts, sharding: Sharding, *, gpus: int) -> Setup:
+    tensor = run.parallel.tensor
+    return Setup(
+        model=run.model,
+        vocab_size=text.vocab_size,
+        band_shares=text.band_shares,
+        sharding=sharding,
+        tensor=tensor,
+        data=gpus // tensor,
+        recompute=run.parallel.recompute,
+    )
+
+
+def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
+    """`user` is the content of the run's ds_config."""
+    source = str(run.deepspeed)
+    section = _section(user, "zero_optimization", source)
+    stage = section.get("stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        raise UserError(f"{source}: zero_optimization.stage is {json.dumps(stage)}; 0, 1, 2 or 3 is expected")
+    sizes = {name: _elements(section, key, source) for name, key in _SIZE_KEYS.items() if section.get(key) is not None}
+    return Sharding(
+        zero_stage=stage,
+        precision=_precision(user, source),
+        optimizer_states=_optimizer_states(run, user),
+        overlaps=stage == 3 if section.get("overlap_comm") is None else bool(section["overlap_comm"]),
+        full_gradients=_section(user, "data_types", source).get("grad_accum_dtype") == "fp32",
+        offloads_optimizer=_offloads(section, "offload_optimizer", source),
+        offloads_weights=_offloads(section, "offload_param", source),
+        **sizes,
+    )
+
+
+def _elements(section: dict[str, Any], key: str, source: str) -> int:
+    value = section[key]
+    if not isinstance(value, int | float) or value < 0:
+        raise UserError(f"{source}: zero_optimization.{key} is {json.dumps(value)}; a number from 0 on is expected")
+    return int(value)
+
+
+def _section(holder: dict[str, Any], key: str, source: str) -> dict[str, Any]:
+    section = holder.get(key, {})
+    if not isinstance(section, dict):
+        raise UserError(f"{source}: {key} is {json.dumps(section)}; it must be an object, such as {{...}}")
+    return section
+
+
+def _precision(user: dict[str, Any], source: str) -> Precision:
+    for name in ("fp16", "bf16"):
+        if _section(user, name, source).get("enabled"):
+            return "fp16" if name == "fp16" else "bf16"
+    return "fp32"
+
+
+def _optimizer_states(run: RunConfig, user: dict[str, Any]) -> int:
+    if "optimizer" not in user:
+        return _STATES[run.optimizer.kind]
+    kind = _section(user, "optimizer", str(run.deepspeed)).get("type")
+    if str(kind).lower() not in _DEEPSPEED_STATES:
+        known = ", ".join(_DEEPSPEED_STATES)
+        raise UserError(f"{run.deepspeed}: optimizer.type is {json.dumps(kind)}; plans are made for {known}")
+    return _DEEPSPEED_STATES[str(kind).lower()]
+
+
+def _offloads(section: dict[str, Any], key: str, source: str) -> bool:
+    return bool(_section(section, key, source).get("device", "none") != "none")

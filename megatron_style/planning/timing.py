@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_style.planning.communication import Traffic, plan_traffic
-from megatron_style.planning.flops import training_flops_per_token
+from megatron_style.config.model import ModelConfig
 from megatron_style.planning.hardware import Gpu
-from megatron_style.planning.memory import plan_states
-from megatron_style.planning.setup import Setup
+from megatron_style.planning.memory import estimate_states
+from megatron_style.planning.parts import PASSES, parts_of
+from megatron_style.planning.setup import Setup, Sharding
+from megatron_style.planning.text import zipf_shares
+from megatron_style.planning.traffic import Traffic, estimate_traffic
 from megatron_style.schedule.stages import Stage
 
 _HOST_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6  # seconds a message takes for each doubling of the ranks; NCCL's order
@@ -39,16 +42,30 @@ class StepTime:
         return self.tensor + self.data
 
 
+def training_flops_per_token(
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    segment_length: int,
+    cache_length: int,
+    band_shares: Sequence[float] | None = None,
+    causal_once: bool = True,
+) -> float:
+    """Return `flops_of_token` on whatever grid. `band_shares` is the share of tokens in each band of the vocabulary;
+    default: Zipf's law."""
+    shares = zipf_shares(model, vocab_size) if band_shares is None else tuple(band_shares)
+    stage = Stage(0, segment_length, cache_length, rows=1, micro_rows=1)
+    return flops_of_token(Setup(model, vocab_size, shares, Sharding()), stage, causal_once=causal_once)
+
+
 def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> float:
-    """The model's; what is recomputed is not counted."""
-    return training_flops_per_token(
-        setup.model,
-        setup.vocab_size,
-        segment_length=stage.segment_length,
-        cache_length=stage.cache_length,
-        band_shares=setup.band_shares,
-        causal_once=causal_once,
-    )
+    """Return the FLOPs of forward and backward of one trained token whose cache is full, without recompute.
+
+    Only matrix products count, as is usual: sums, norms, activations and lookups are a percent of them or less. A
+    multiplication with its addition counts as 2. `causal_once` counts only what a token may attend to: the model's own
+    work, whatever the kernel. Without it, attention is segment x (cache + segment), what a kernel that only masks
+    computes."""
+    return 2.0 * PASSES * parts_of(setup, stage).products(causal_once=causal_once)
 
 
 def executed_flops(setup: Setup, stage: Stage) -> float:
@@ -59,10 +76,10 @@ def executed_flops(setup: Setup, stage: Stage) -> float:
     return again * each * stage.rows * stage.segment_length / setup.tensor
 
 
-def plan_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
-    gpu, traffic = machine.gpu, plan_traffic(setup, stage)
+def estimate_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
+    gpu, traffic = machine.gpu, estimate_traffic(setup, stage)
     compute = executed_flops(setup, stage) / (gpu.peak(setup.sharding.precision) * machine.efficiency)
-    states = plan_states(setup)
+    states = estimate_states(setup)
     update = (states.weights + states.gradients + 2 * states.optimizer) / gpu.memory_speed
     tensor = _seconds(traffic.tensor, traffic.tensor_messages, setup.tensor, setup.tensor, gpu)
     data = _data_seconds(traffic, setup, gpu)

@@ -23,12 +23,9 @@ from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.session import distributed_session
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.parallel.topology import check_world
-from megatron_style.planning.corpus import TextFacts, text_facts
-from megatron_style.planning.memory import largest_micro_rows, plan_memory
-from megatron_style.planning.run_plan import setup_of
-from megatron_style.planning.setup import Setup
-from megatron_style.planning.sharding import sharding_of
-from megatron_style.planning.vocabulary import zipf_ids
+from megatron_style.planning.memory import estimate_memory, largest_micro_rows
+from megatron_style.planning.setup import Setup, setup_of, sharding_of
+from megatron_style.planning.text import TextFacts, text_facts, zipf_ids
 from megatron_style.rehearsal.live_bytes import LiveBytes
 from megatron_style.rehearsal.stand_ins import HostTensor, fake_rank
 from megatron_style.schedule.stages import Stage, StageSchedule, resolve_stage
@@ -83,7 +80,7 @@ def rehearse(run: RunConfig, *, ranks: int, rank: int, usable: float) -> Rehears
                 doing = str(stage)
                 log(f"rehearsing {doing}")
                 passes, update = _step(engine, live, stage, ids)
-                peak, planned = max(passes, update), plan_memory(setup, stage).total
+                peak, planned = max(passes, update), estimate_memory(setup, stage).total
                 remedy = _remedy(setup, stage, usable * planned / peak) if peak > usable else None
                 done.append(StageRehearsal(stage, passes, update, peak, planned, remedy))
         except (RuntimeError, AssertionError, IndexError) as error:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_style.base.units import Quantity
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.scale import Scale
 from megatron_style.reporting.svg import LEFT, TOP, Field, base_line, frame, y_axis
-from megatron_style.reporting.units import Quantity
 
 _WIDTH, _HEIGHT, _BOTTOM = 340, 150, 28
 _WIDEST = 56.0

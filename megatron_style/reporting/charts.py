@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
 from megatron_style.reporting.bars import Bar, BarChart, Group
 from megatron_style.reporting.history import HeldOut, Place, RunHistory
 from megatron_style.reporting.scale import padded
 from megatron_style.reporting.stages import StageFigures, stage_figures, stage_spans
-from megatron_style.reporting.svg import Axis, Band, Chart, Line
-from megatron_style.reporting.thinning import Point
-from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
+from megatron_style.reporting.svg import Chart, ChartAxis, Line, Point, StageBand
 
 Values = Callable[[RunHistory], Sequence[tuple[Place, float | None]]]
 
@@ -71,7 +70,7 @@ def by_position(runs: Sequence[RunHistory]) -> Chart | None:
     return Chart(
         "position", "Held-out loss, nats a token",
         "Mean loss at equal bands of the place in the segment, of the last validation and of earlier stages' ends.",
-        Axis(PERCENT, 0.0, 100.0, "place in the segment"), Axis(NUMBER, *padded(*spread)), tuple(lines),
+        ChartAxis(PERCENT, 0.0, 100.0, "place in the segment"), ChartAxis(NUMBER, *padded(*spread)), tuple(lines),
     )  # fmt: skip
 
 
@@ -90,26 +89,26 @@ def _chart(
     title: str,
     along: Along,
     lines: tuple[Line, ...],
-    y: Axis | None,
+    y: ChartAxis | None,
     *,
-    bands: tuple[Band, ...],
+    bands: tuple[StageBand, ...],
     height: int = 220,
 ) -> Chart | None:
     reach = max((point.x for line in lines for point in line.points), default=0.0)
     if y is None or reach <= 0:
         return None
     about = f"{title} against {along.label}. Lines: {'; '.join(line.name for line in lines)}."
-    x = Axis(along.quantity, 0.0, reach, along.label)
+    x = ChartAxis(along.quantity, 0.0, reach, along.label)
     return Chart(f"{key}-by-{along.key}", title, about, x, y, lines, bands, height)
 
 
 def _upwards(
     values: tuple[float, float] | None, quantity: Quantity = NUMBER, *, logarithmic: bool = False
-) -> Axis | None:
+) -> ChartAxis | None:
     """For values from the first to the second; None if there are none."""
     if values is None:
         return None
-    return Axis(quantity, *padded(*values, logarithmic=logarithmic), logarithmic=logarithmic)
+    return ChartAxis(quantity, *padded(*values, logarithmic=logarithmic), logarithmic=logarithmic)
 
 
 def _lines(runs: Sequence[RunHistory], along: Along, kind: str, values: Values) -> tuple[Line, ...]:
@@ -129,14 +128,14 @@ def _points(events: Sequence[tuple[Place, float | None]], along: Along) -> tuple
     )
 
 
-def _bands(runs: Sequence[RunHistory], along: Along) -> tuple[Band, ...]:
+def _bands(runs: Sequence[RunHistory], along: Along) -> tuple[StageBand, ...]:
     """Stages that are the same in all runs shade the whole height; otherwise each run has a row."""
     shared = len({_stage_bounds(run, along) for run in runs}) == 1
     bands = []
     for number, run in enumerate(runs[:1] if shared else runs, start=1):
         for index, (low, high, label) in enumerate(_stage_bounds(run, along)):
             style = f"run-{number} {('even', 'odd')[index % 2]}"
-            bands.append(Band(low, high, label, style, row=None if shared else number - 1))
+            bands.append(StageBand(low, high, label, style, row=None if shared else number - 1))
     return tuple(bands)
 
 

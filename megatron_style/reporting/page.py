@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_style.base.units import COUNT, FLOPS, TIME
 from megatron_style.reporting import charts
 from megatron_style.reporting.bars import draw_bars
 from megatron_style.reporting.comparison import best, by_text, differences, final
@@ -22,7 +23,6 @@ from megatron_style.reporting.tables import (
     runs_table,
     stages_table,
 )
-from megatron_style.reporting.units import COUNT, FLOPS, TIME
 
 _GENERATOR = "megatron_style.report"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from megatron_style.base.units import Quantity, plain
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,13 @@ class Scale:
 
     def ticks(self, most: int) -> tuple[float, ...]:
         return ratio_ticks(self.low, self.high, most) if self.logarithmic else even_ticks(self.low, self.high, most)
+
+
+def labelled_ticks(quantity: Quantity, scale: Scale, most: int) -> tuple[tuple[float, str], ...]:
+    """Return round values of one unit and their labels: an axis of 25 minutes is cut at minutes, not at 500 seconds."""
+    unit = quantity.unit(scale.high)
+    rounds = replace(scale, low=scale.low / unit.size, high=scale.high / unit.size).ticks(most)
+    return tuple((value * unit.size, f"{plain(value)}{unit.short}" if value else "0") for value in rounds)
 
 
 def even_ticks(low: float, high: float, most: int) -> tuple[float, ...]:

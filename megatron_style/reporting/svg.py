@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from megatron_style.base.units import Quantity
 from megatron_style.reporting.markup import Markup, join, tag, text
-from megatron_style.reporting.scale import Scale
-from megatron_style.reporting.thinning import Point, spread, thin
-from megatron_style.reporting.units import Quantity
+from megatron_style.reporting.scale import Scale, labelled_ticks
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 56, 20, 8, 46
 STRIP = 17  # the height of one run's row of stages
 _LETTER = 9.0  # a letter is at most so wide on a small screen, where letters are larger
+MOST_POINTS = 600
 _SPOTS = 60  # so many points of a line tell their value under the pointer
 
 
+class Point(NamedTuple):
+    x: float
+    y: float  # what is not finite is a gap in the line
+    step: int
+
+
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     quantity: Quantity
     low: float
     high: float
@@ -33,7 +42,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Band:
+class StageBand:
     """A stage: shaded over the whole height, or in the row of its run where several runs share the chart."""
 
     low: float
@@ -48,10 +57,10 @@ class Chart:
     key: str  # unique on the page
     title: str
     about: str
-    x: Axis
-    y: Axis
+    x: ChartAxis
+    y: ChartAxis
     lines: tuple[Line, ...]
-    bands: tuple[Band, ...] = ()
+    bands: tuple[StageBand, ...] = ()
     height: int = 220  # of the field alone
 
 
@@ -96,16 +105,16 @@ def frame(key: str, title: str, about: str, size: tuple[float, float], *inside: 
 
 def y_axis(scale: Scale, quantity: Quantity, field: Field) -> Markup:
     marks = []
-    for tick, label in quantity.ticks(scale, most=round((field.bottom - field.top) / 30)):
+    for tick, label in labelled_ticks(quantity, scale, most=round((field.bottom - field.top) / 30)):
         place = scale.place(tick)
         marks.append(tag("path", d=f"M{field.left:g} {place:.1f}H{field.right:g}", class_="grid"))
         marks.append(tag("text", text(label), x=field.left - 7, y=f"{place + 4:.1f}", class_="tick", text_anchor="end"))
     return join(marks)
 
 
-def _x_axis(scale: Scale, axis: Axis, field: Field) -> Markup:
+def _x_axis(scale: Scale, axis: ChartAxis, field: Field) -> Markup:
     marks = [base_line(field)]
-    for tick, label in axis.quantity.ticks(scale, most=6):
+    for tick, label in labelled_ticks(axis.quantity, scale, most=6):
         place = f"{scale.place(tick):.1f}"
         marks.append(tag("path", d=f"M{place} {field.bottom:g}v4", class_="axis"))
         marks.append(tag("text", text(label), x=place, y=field.bottom + 19, class_="tick", text_anchor="middle"))
@@ -117,7 +126,7 @@ def base_line(field: Field) -> Markup:
     return tag("path", d=f"M{field.left:g} {field.bottom:g}H{field.right:g}", class_="axis")
 
 
-def _band(band: Band, x: Scale, field: Field) -> Markup:
+def _band(band: StageBand, x: Scale, field: Field) -> Markup:
     left, right = x.place(band.low), x.place(band.high)
     if right <= left:
         return Markup("")
@@ -158,3 +167,26 @@ def _spots(line: Line, chart: Chart, x: Scale, y: Scale) -> Markup:
         style = f"mark {line.style}" if line.has_marks else "spot"
         drawn.append(tag("circle", tag("title", text(title)), **place, r=3, class_=style))
     return join(drawn)
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """Return at most `most` points: of each stretch its lowest, its highest and its first gap, and both ends of the
+    line, so that nothing that stands out is lost."""
+    if len(points) <= most:
+        return tuple(points)
+    stretches = (most - 2) // 3
+    kept = {0, len(points) - 1}
+    for stretch in range(stretches):
+        inside = range(stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches)
+        finite = [index for index in inside if math.isfinite(points[index].y)]
+        if finite:
+            kept |= {choose(finite, key=lambda index: points[index].y) for choose in (min, max)}
+        kept |= set(next(([index] for index in inside if not math.isfinite(points[index].y)), []))
+    return tuple(points[index] for index in sorted(kept))
+
+
+def spread(points: Sequence[Point], most: int) -> tuple[Point, ...]:
+    """Return at most `most` points, evenly over the line, its last one among them."""
+    if len(points) <= most:
+        return tuple(points)
+    return tuple(points[(index + 1) * len(points) // most - 1] for index in range(most))

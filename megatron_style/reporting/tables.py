@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME
 from megatron_style.reporting.comparison import Difference, best, compares, differences, final, loss_of, match
 from megatron_style.reporting.history import HeldOut, RunHistory
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.stages import stage_figures
-from megatron_style.reporting.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME
 
 _TOLD_APART = 5  # so many differing settings are named in the table of runs; all are in a table of their own
 

@@ -24,18 +24,19 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "engine": "base config data hosts model parallel schedule",
         "checkpoint": "base config data engine model parallel schedule",
         "formats": "base checkpoint config data engine model parallel schedule",
-        "planning": "base config data schedule",
+        "planning": "base config data model schedule",
         "rehearsal": "base config data engine parallel planning schedule",
         "journal": "base config engine inference parallel planning schedule",
         "reporting": "base config",
-        "paper": "base config data planning reporting schedule",
+        "paper": "base config data model planning reporting schedule",
         "commands": "base checkpoint config data engine formats hosts inference journal model paper parallel planning "
         "rehearsal reporting schedule supervision",
     }.items()
 }
 TORCH_FREE = frozenset({"base", "config", "schedule", "data", "planning", "reporting", "paper"})
+TORCH_FREE_MODULES = frozenset({"megatron_style.model.shape", "megatron_style.parallel.split"})  # of other rooms
 ONLY_IN: Mapping[str, frozenset[str]] = {
-    "deepspeed": frozenset({"engine", "rehearsal", "hosts"}),
+    "deepspeed": frozenset({"engine", "rehearsal"}),
     "yaml": frozenset({"config"}),
     "pydantic": frozenset({"config"}),
     "mpi4py": frozenset({"data", "hosts"}),

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.drawing import NEEDS, ONLY_IN, TORCH_FREE, graph, reachable
+from tests.architecture.drawing import NEEDS, ONLY_IN, TORCH_FREE, TORCH_FREE_MODULES, graph, reachable
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_style"
@@ -72,7 +72,21 @@ def test_each_library_has_one_owner() -> None:
     for path, here, name in every_import():
         library = name.split(".")[0]
         assert here in ONLY_IN.get(library, {here}), f"{path}: {library} belongs to {sorted(ONLY_IN[library])}"
-        assert library != "torch" or here not in TORCH_FREE, f"{path}: {here} is free of torch"
+
+
+def is_free_of_torch(name: str) -> bool:
+    """True for other libraries too, but for torch itself."""
+    package, *rest = name.split(".")
+    if package != "megatron_style" or not rest:
+        return package != "torch"
+    return rest[0] in TORCH_FREE or name in TORCH_FREE_MODULES
+
+
+def test_what_is_free_of_torch_imports_nothing_that_is_not() -> None:
+    for path, _, name in every_import():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if is_free_of_torch(module):
+            assert is_free_of_torch(name), f"{path}: is free of torch, and {name} is not"
 
 
 def test_no_module_keeps_mutable_state() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_style.base.command import log
 from megatron_style.base.terminal import Terminal, with_bar
-from megatron_style.journal.console import Console, Standing, with_prefix
+from megatron_style.journal.console import Console, Standing
 from megatron_style.supervision.rank_log import rank_log
 from tests.support.screen import Screen
 
@@ -92,13 +92,6 @@ def test_the_line_tells_the_same() -> None:
     for fact in ("step 120/400, stage 1/2", "loss 4.3211", "gradient norm 0.500", "learning rate 0.25", *FACTS[6:]):
         assert fact in line
     assert line.endswith("1:01:01 left, skipped")
-
-
-@pytest.mark.parametrize(
-    ("value", "told"), [(0, "0 "), (999, "999 "), (999.7, "1 K"), (1.234e9, "1.23 G"), (5e18, "5 E"), (4e21, "4e+03 E")]
-)
-def test_large_numbers_are_short(value: float, told: str) -> None:
-    assert with_prefix(value) == told
 
 
 def test_only_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from megatron_style.journal.journal import Journal
 from megatron_style.journal.tensorboard import code_block
 from megatron_style.journal.work import _NAMES, Work, peak_flops
 from megatron_style.parallel.topology import Topology
-from megatron_style.planning.flops import training_flops_per_token
 from megatron_style.planning.hardware import GPUS
+from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE

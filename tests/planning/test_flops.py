@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.memory import Memory
+from megatron_style.model.shape import bands
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
-from megatron_style.planning.flops import training_flops_per_token
-from megatron_style.planning.vocabulary import bands_of, zipf_shares
+from megatron_style.planning.text import zipf_shares
+from megatron_style.planning.timing import training_flops_per_token
 
 VOCAB_SIZE, ROWS = 211, 3
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [40, 100], "factor": 2}
@@ -64,7 +65,7 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
 )
 def test_equal_to_torchs_counter(config: ModelConfig, segment_length: int, cache_length: int) -> None:
     ids = torch.randint(VOCAB_SIZE, (ROWS, segment_length), generator=torch.Generator().manual_seed(5))
-    shares = [((ids >= band.first) & (ids < band.last)).float().mean().item() for band in bands_of(config, VOCAB_SIZE)]
+    shares = [((ids >= band.first) & (ids < band.last)).float().mean().item() for band in bands(config, VOCAB_SIZE)]
     planned = training_flops_per_token(
         config,
         VOCAB_SIZE,
@@ -85,10 +86,9 @@ def test_only_what_may_be_attended_to_counts_once() -> None:
 
 
 def test_zipfs_law_is_what_is_taken_for_a_corpus_that_is_not_there() -> None:
-    bands = bands_of(model_config(), 200)
     weights = [1 / rank for rank in range(1, 201)]
-    expected = [sum(weights[band.first : band.last]) / sum(weights) for band in bands]
-    assert zipf_shares(bands) == pytest.approx(expected)
+    expected = [sum(weights[band.first : band.last]) / sum(weights) for band in bands(model_config(), 200)]
+    assert zipf_shares(model_config(), 200) == pytest.approx(expected)
     given = {"segment_length": 16, "cache_length": 16}
     assert training_flops_per_token(model_config(), 200, **given) == pytest.approx(
         training_flops_per_token(model_config(), 200, **given, band_shares=expected)
@@ -97,6 +97,6 @@ def test_zipfs_law_is_what_is_taken_for_a_corpus_that_is_not_there() -> None:
 
 def test_rare_words_are_rarer_than_one_over_their_rank() -> None:
     wide = {"kind": "adaptive", "cutoffs": [20_000, 60_000]}
-    shares = zipf_shares(bands_of(model_config(vocabulary=wide), 267_744))
+    shares = zipf_shares(model_config(vocabulary=wide), 267_744)
     assert sum(shares) == pytest.approx(1)
     assert shares[2] < shares[1] < 0.05  # by 1/rank alone, a fifth of all words would be in the tails

@@ -10,10 +10,9 @@ import pytest
 
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig
-from megatron_style.planning.corpus import text_facts
-from megatron_style.planning.memory import MemoryPlan, plan_memory
-from megatron_style.planning.setup import Kernels, Setup
-from megatron_style.planning.sharding import sharding_of
+from megatron_style.planning.memory import MemoryEstimate, estimate_memory
+from megatron_style.planning.setup import Kernels, Setup, sharding_of
+from megatron_style.planning.text import text_facts
 from megatron_style.schedule.stages import resolve_stage
 from tests.support.measured_step import Measured, measure_step
 from tests.support.runs import tiny_run
@@ -96,7 +95,7 @@ def run_of(case: Case, folder: Path) -> RunConfig:
     )
 
 
-def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryPlan]:
+def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryEstimate]:
     run = run_of(case, folder)
     measured = measure_step(case.data * case.tensor, run)
     facts, stage = text_facts(run), resolve_stage(run, 0)
@@ -105,7 +104,7 @@ def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryPlan
     setup = Setup(
         run.model, facts.vocab_size, facts.band_shares, sharding, case.tensor, case.data, case.recompute, on_cpu
     )
-    return measured, plan_memory(setup, stage)
+    return measured, estimate_memory(setup, stage)
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE_CASES)])

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_style.config.run import load_run
+from megatron_style.model.shape import count_parameters
 from megatron_style.paper.memory import KERNELS_OF_2020, WIKITEXT_VOCAB, PlannedStage, largest_batch
 from megatron_style.paper.runs import Model
-from megatron_style.planning.corpus import text_facts
 from megatron_style.planning.hardware import gpu_named
-from megatron_style.planning.parameters import count_parameters
-from megatron_style.planning.run_plan import setup_of
-from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.timing import Machine, plan_time
+from megatron_style.planning.setup import Sharding, setup_of
+from megatron_style.planning.text import text_facts
+from megatron_style.planning.timing import Machine, estimate_time
 from megatron_style.schedule.stages import resolve_stage
 
 RUN_CONFIGS = Path(__file__).parents[2] / "run_configs"
@@ -60,7 +59,7 @@ def planned_speed(name: str, segment_length: int, *, efficiency: float) -> float
     run = load_run(RUN_CONFIGS / f"wikitext103_{name}.yaml", [stages, *no_corpus])
     sharding = Sharding(zero_stage=1, precision="fp16", bucket=100_000_000)
     setup = replace(setup_of(run, text_facts(run), sharding, gpus=8), kernels=KERNELS_OF_2020)
-    time = plan_time(setup, resolve_stage(run, 0), Machine(gpu_named("v100-32gb"), efficiency))
+    time = estimate_time(setup, resolve_stage(run, 0), Machine(gpu_named("v100-32gb"), efficiency))
     return run.data.tokens_per_batch / time.total
 
 

@@ -9,9 +9,8 @@ import pytest
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.planning.hardware import gpu_named
-from megatron_style.planning.setup import Kernels, Setup
-from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.timing import Machine, executed_flops, flops_of_token, plan_time
+from megatron_style.planning.setup import Kernels, Setup, Sharding
+from megatron_style.planning.timing import Machine, estimate_time, executed_flops, flops_of_token
 from megatron_style.schedule.stages import Stage
 
 STAGE = Stage(0, segment_length=64, cache_length=64, rows=16, micro_rows=4)
@@ -36,7 +35,7 @@ def test_fused_kernels_skip_what_the_mask_hides_and_plain_ones_do_not(cache_leng
 
 def hidden_share(setup: Setup, stage: Stage) -> float:
     """Return the arithmetic behind which messages are hidden, as a share of all."""
-    time = plan_time(setup, stage, MACHINE)
+    time = estimate_time(setup, stage, MACHINE)
     return (time.data - time.exposed) / time.compute
 
 

@@ -20,10 +20,9 @@ from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
-from megatron_style.planning.communication import Traffic, plan_traffic
-from megatron_style.planning.corpus import text_facts
-from megatron_style.planning.run_plan import setup_of
-from megatron_style.planning.sharding import sharding_of
+from megatron_style.planning.setup import setup_of, sharding_of
+from megatron_style.planning.text import text_facts
+from megatron_style.planning.traffic import Traffic, estimate_traffic
 from megatron_style.schedule.stages import StageSchedule, resolve_stage
 from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
@@ -102,7 +101,7 @@ def sent_and_planned(case: Case, folder: Path) -> tuple[Sent, Traffic]:
     )
     sent: Sent = run_ranks(RANKS, sent_in_a_step, run)[0]
     setup = setup_of(run, text_facts(run), sharding_of(run, read_ds_file(run.deepspeed)), gpus=RANKS)
-    return sent, plan_traffic(setup, resolve_stage(run, 0))
+    return sent, estimate_traffic(setup, resolve_stage(run, 0))
 
 
 def sweep(case: Case) -> Any:

@@ -1,14 +1,13 @@
-"""Amounts as people read them: 1.84M tokens, 12.5 min, 3.2 TFLOP/s, 1.5 GiB."""
+"""Amounts as people read them: 1.84M tokens, 12.5 min, 3.2 TFLOP/s, 1.5 GiB. The one home of number formats."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-
-from megatron_style.reporting.scale import Scale
+from dataclasses import dataclass
 
 NOT_RECORDED = "-"
 _METRIC = ("", "k", "M", "G", "T", "P", "E", "Z")
+_PREFIXES = ("", "K", "M", "G", "T", "P", "E")  # on the console
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Quantity:
     units: tuple[Unit, ...]  # from small to large
 
     def unit(self, largest: float) -> Unit:
-        """The unit to tell amounts up to this one in."""
+        """Return the unit for amounts up to this one."""
         return next((unit for unit in reversed(self.units) if largest >= unit.size), self.units[0])
 
     def text(self, value: float | None) -> str:
@@ -35,25 +34,40 @@ class Quantity:
         unit = self.unit(abs(value))
         return f"{three_digits(value / unit.size)}{unit.long}"
 
-    def ticks(self, scale: Scale, most: int) -> tuple[tuple[float, str], ...]:
-        """Round values of one unit, with their labels: an axis of 25 minutes is cut at minutes, not at 500 seconds."""
-        unit = self.unit(scale.high)
-        rounds = replace(scale, low=scale.low / unit.size, high=scale.high / unit.size).ticks(most)
-        return tuple((value * unit.size, f"{_plain(value)}{unit.short}" if value else "0") for value in rounds)
-
 
 def three_digits(value: float) -> str:
     if value and abs(value) < 0.1:
-        return _plain(float(f"{value:.3g}"))
+        return plain(float(f"{value:.3g}"))
     decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return _plain(round(value, decimals))
+    return plain(round(value, decimals))
 
 
-def _plain(value: float) -> str:
+def plain(value: float) -> str:
     """Without noise in the last digits, and with a short exponent where there must be one."""
     digits = f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
     mantissa, exponent, power = digits.partition("e")
     return f"{mantissa}e{int(power)}" if exponent else digits
+
+
+def size(count: float) -> str:
+    """Return an amount of memory or of a file, given in bytes."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 3600:,.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
+
+
+def with_prefix(value: float) -> str:
+    """Return `1.23 M` for 1234567, to be followed by the unit."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {_PREFIXES[power]}"
 
 
 def _metric(after: str) -> tuple[Unit, ...]:

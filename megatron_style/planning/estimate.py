@@ -1,20 +1,25 @@
-"""Everything a plan says about a run, as one value."""
+"""Everything that is estimated about a run, as one value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from megatron_style.config.run import RunConfig
-from megatron_style.planning.communication import Traffic, plan_traffic
-from megatron_style.planning.corpus import TextFacts
-from megatron_style.planning.extent import Extent, extents_of
-from megatron_style.planning.memory import MemoryPlan, StateBytes, largest_micro_rows, plan_memory, plan_states
-from megatron_style.planning.parameters import count_parameters
-from megatron_style.planning.setup import Setup
-from megatron_style.planning.sharding import Sharding
-from megatron_style.planning.timing import Machine, StepTime, flops_of_token, plan_time
+from megatron_style.config.run import RunConfig, StageConfig
+from megatron_style.model.shape import count_parameters
+from megatron_style.planning.memory import (
+    MemoryEstimate,
+    StateBytes,
+    estimate_activations,
+    estimate_memory,
+    estimate_states,
+    largest_micro_rows,
+)
+from megatron_style.planning.setup import Setup, Sharding, setup_of
+from megatron_style.planning.text import TextFacts
+from megatron_style.planning.timing import Machine, StepTime, estimate_time, flops_of_token
+from megatron_style.planning.traffic import Traffic, estimate_traffic
 from megatron_style.schedule.stages import Stage, resolve_stage
 
 Number = TypeVar("Number", int, float)
@@ -22,10 +27,18 @@ USABLE = 0.92  # of a GPU's memory: the driver, NCCL and gaps between tensors ta
 
 
 @dataclass(frozen=True)
-class StagePlan:
+class Extent:
+    """None: it takes the size of the corpus to know."""
+
+    steps: int | None
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class StageEstimate:
     stage: Stage
     extent: Extent
-    memory: MemoryPlan
+    memory: MemoryEstimate
     unrecomputed: float  # bytes of activations at the peak if every block kept its own
     recomputed: float  # and if every block were computed again
     fits: bool
@@ -36,9 +49,13 @@ class StagePlan:
     time: StepTime
     seconds: float | None  # of the whole stage
 
+    @property
+    def flops(self) -> float | None:
+        return None if self.extent.tokens is None else self.extent.tokens * self.flops_per_token
+
 
 @dataclass(frozen=True)
-class ScalePlan:
+class ScaleEstimate:
     """The slowest stage on some number of GPUs."""
 
     gpus: int
@@ -63,7 +80,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class RunPlan:
+class RunEstimate:
     parameters: int
     text: TextFacts
     sharding: Sharding
@@ -73,39 +90,26 @@ class RunPlan:
     gpu: str
     efficiency: float
     memory: int  # of each GPU, in bytes
-    stages: tuple[StagePlan, ...]
+    stages: tuple[StageEstimate, ...]
     totals: Totals
     zero_stages: tuple[StateBytes, ...]  # the states under ZeRO 0, 1, 2 and 3
-    scaling: tuple[ScalePlan, ...]
+    scaling: tuple[ScaleEstimate, ...]
     communication_dominates_from: int | None  # so many of the GPUs compared
 
 
-def setup_of(run: RunConfig, text: TextFacts, sharding: Sharding, *, gpus: int) -> Setup:
-    tensor = run.parallel.tensor
-    return Setup(
-        model=run.model,
-        vocab_size=text.vocab_size,
-        band_shares=text.band_shares,
-        sharding=sharding,
-        tensor=tensor,
-        data=gpus // tensor,
-        recompute=run.parallel.recompute,
-    )
-
-
-def plan_run(
+def estimate_run(
     run: RunConfig, text: TextFacts, sharding: Sharding, machine: Machine, *, gpus: Sequence[int], memory: int
-) -> RunPlan:
-    """The plan is for the first number of GPUs; `scaling` compares them all."""
+) -> RunEstimate:
+    """Return the estimate for the first number of GPUs; its `scaling` compares them all."""
     setup = setup_of(run, text, sharding, gpus=gpus[0])
     stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
     per_step = run.data.tokens_per_batch * setup.data
     extents = extents_of(run.stages, per_step, text.tokens)
-    plans = tuple(
-        _plan_stage(setup, stage, extent, machine, memory) for stage, extent in zip(stages, extents, strict=True)
+    estimates = tuple(
+        _estimate_stage(setup, stage, extent, machine, memory) for stage, extent in zip(stages, extents, strict=True)
     )
-    scaling = tuple(_plan_scale(setup_of(run, text, sharding, gpus=count), stages, machine) for count in gpus)
-    return RunPlan(
+    scaling = tuple(_estimate_scale(setup_of(run, text, sharding, gpus=count), stages, machine) for count in gpus)
+    return RunEstimate(
         parameters=count_parameters(run.model, text.vocab_size),
         text=text,
         sharding=sharding,
@@ -115,53 +119,75 @@ def plan_run(
         gpu=machine.gpu.name,
         efficiency=machine.efficiency,
         memory=memory,
-        stages=plans,
-        totals=_totals(plans, per_step),
-        zero_stages=tuple(plan_states(_under_zero(setup, zero_stage)) for zero_stage in range(4)),
+        stages=estimates,
+        totals=_totals(estimates, per_step),
+        zero_stages=tuple(estimate_states(_under_zero(setup, zero_stage)) for zero_stage in range(4)),
         scaling=scaling,
         communication_dominates_from=min((scale.gpus for scale in scaling if scale.dominates), default=None),
     )
 
 
-def _totals(plans: Sequence[StagePlan], tokens_per_step: int) -> Totals:
-    steps, tokens = _sum([plan.extent.steps for plan in plans]), _sum([plan.extent.tokens for plan in plans])
-    seconds = _sum([plan.seconds for plan in plans])
-    at_last = None if tokens is None else tokens / tokens_per_step * plans[-1].time.total
+def extents_of(stages: Sequence[StageConfig], tokens_per_step: int, corpus_tokens: int | None) -> Iterator[Extent]:
+    """The schedule counts exactly, pass by pass; here short last steps of an epoch count as whole ones."""
+    before: int | None = 0
+    for stage in stages:
+        extent = _extent(stage, tokens_per_step, corpus_tokens, before)
+        before = None if before is None or extent.tokens is None else before + extent.tokens
+        yield extent
+
+
+def _extent(stage: StageConfig, tokens_per_step: int, corpus_tokens: int | None, before: int | None) -> Extent:
+    if stage.steps is not None:
+        return Extent(stage.steps, stage.steps * tokens_per_step)
+    if stage.tokens is not None:
+        return Extent(-(-stage.tokens // tokens_per_step), stage.tokens)
+    assert stage.epochs is not None
+    if corpus_tokens is None or before is None:
+        return Extent(None, None)
+    rest = -before % corpus_tokens  # of an epoch that has begun, which is the first of this stage
+    whole = stage.epochs - (1 if rest else 0)
+    steps = -(-rest // tokens_per_step) + whole * -(-corpus_tokens // tokens_per_step)
+    return Extent(steps, rest + whole * corpus_tokens)
+
+
+def _totals(stages: Sequence[StageEstimate], tokens_per_step: int) -> Totals:
+    tokens = _sum([stage.extent.tokens for stage in stages])
+    seconds = _sum([stage.seconds for stage in stages])
+    at_last = None if tokens is None else tokens / tokens_per_step * stages[-1].time.total
     return Totals(
-        steps=steps,
+        steps=_sum([stage.extent.steps for stage in stages]),
         tokens=tokens,
-        flops=_sum([None if p.extent.tokens is None else p.extent.tokens * p.flops_per_token for p in plans]),
+        flops=_sum([stage.flops for stage in stages]),
         seconds=seconds,
         seconds_at_last_length=at_last,
         saving=None if seconds is None or at_last is None else 1 - seconds / at_last,
     )
 
 
-def _plan_stage(setup: Setup, stage: Stage, extent: Extent, machine: Machine, memory: int) -> StagePlan:
-    plan, time = plan_memory(setup, stage), plan_time(setup, stage, machine)
-    peaks = (plan_memory(replace(setup, recompute=again), stage).activations.peak for again in (False, True))
-    unrecomputed, recomputed = peaks
-    return StagePlan(
+def _estimate_stage(setup: Setup, stage: Stage, extent: Extent, machine: Machine, memory: int) -> StageEstimate:
+    needed = estimate_memory(setup, stage)
+    time = estimate_time(setup, stage, machine)
+    return StageEstimate(
         stage=stage,
         extent=extent,
-        memory=plan,
-        unrecomputed=unrecomputed,
-        recomputed=recomputed,
-        fits=plan.total <= USABLE * memory,
+        memory=needed,
+        unrecomputed=estimate_activations(replace(setup, recompute=False), stage).peak,
+        recomputed=estimate_activations(replace(setup, recompute=True), stage).peak,
+        fits=needed.total <= USABLE * memory,
         largest_micro_rows=largest_micro_rows(setup, stage, USABLE * memory),
         flops_per_token=flops_of_token(setup, stage),
         dense_flops_per_token=flops_of_token(setup, stage, causal_once=False),
-        traffic=plan_traffic(setup, stage),
+        traffic=estimate_traffic(setup, stage),
         time=time,
         seconds=None if extent.steps is None else extent.steps * time.total,
     )
 
 
-def _plan_scale(setup: Setup, stages: Sequence[Stage], machine: Machine) -> ScalePlan:
-    times = {stage.index: plan_time(setup, stage, machine) for stage in stages}
+def _estimate_scale(setup: Setup, stages: Sequence[Stage], machine: Machine) -> ScaleEstimate:
+    times = {stage.index: estimate_time(setup, stage, machine) for stage in stages}
     slowest = max(times, key=lambda index: times[index].total)
     time, stage = times[slowest], stages[slowest]
-    return ScalePlan(
+    return ScaleEstimate(
         gpus=setup.data * setup.tensor,
         stage=slowest,
         step_seconds=time.total,

@@ -1,0 +1,123 @@
+"""The parameters of a model by name, without its tensors and without torch.
+
+A kind of attention or of vocabulary is a row in a table here. Names and order are those of
+`Shortformer.named_parameters()`: a module's own parameters come before those of the modules in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.parallel.split import Shape
+
+Shapes = dict[str, Shape]
+
+
+@dataclass(frozen=True)
+class BandShape:
+    """The token ids first..last of a vocabulary band, and the width of their vectors."""
+
+    first: int
+    last: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return self.last - self.first
+
+
+def bands(config: ModelConfig, vocab_size: int) -> tuple[BandShape, ...]:
+    """Return the bands of the vocabulary, the head first. One that is not adaptive is one band of full width."""
+    factor = config.vocabulary.factor
+    edges = pairwise((0, *config.vocabulary.cutoffs, vocab_size))
+    return tuple(BandShape(first, last, config.hidden_size // factor**i) for i, (first, last) in enumerate(edges))
+
+
+def parameters(config: ModelConfig, vocab_size: int) -> Shapes:
+    shapes = _inside("vocabulary", _VOCABULARIES[config.vocabulary.kind](config, vocab_size))
+    for layer in range(config.layers):
+        shapes |= _inside(f"blocks.{layer}", _block(config))
+    return shapes
+
+
+def count_parameters(config: ModelConfig, vocab_size: int, *, ways: int = 1) -> int:
+    """Return the number of parameters on each of so many tensor-parallel ranks."""
+    return sum(shape.elements(ways) for shape in parameters(config, vocab_size).values())
+
+
+def _block(config: ModelConfig) -> Shapes:
+    D, ffn = config.hidden_size, config.ffn_size
+    return {
+        **_inside("attention_norm", _norm(D)),
+        **_inside("attention", _ATTENTIONS[config.positions](config)),
+        **_inside("ffn_norm", _norm(D)),
+        **_inside("up", _column_parallel(D, ffn)),
+        **_inside("down", _row_parallel(ffn, D)),
+    }
+
+
+def _attention(config: ModelConfig) -> Shapes:
+    D = config.hidden_size
+    return {
+        **_inside("query", _column_parallel(D, D)),
+        **_inside("key", _column_parallel(D, D)),
+        **_inside("value", _column_parallel(D, D)),
+        **_inside("out", _row_parallel(D, D)),
+    }
+
+
+_ATTENTIONS: Mapping[str, Callable[[ModelConfig], Shapes]] = {
+    "added": _attention,
+    "infused": _attention,
+}
+
+
+def _adaptive(config: ModelConfig, vocab_size: int) -> Shapes:
+    D = config.hidden_size
+    found = bands(config, vocab_size)
+    shapes = {"clusters": Shape((len(found) - 1, D))}
+    for i, band in enumerate(found):
+        shapes[f"bands.{i}.projection"] = Shape((D, band.width))
+        shapes |= _inside(f"bands.{i}.table", _table(band.tokens, band.width))
+    return shapes
+
+
+def _tied(config: ModelConfig, vocab_size: int) -> Shapes:
+    return _inside("table", _table(vocab_size, config.hidden_size))
+
+
+def _untied(config: ModelConfig, vocab_size: int) -> Shapes:
+    return {
+        **_inside("table", _table(vocab_size, config.hidden_size)),
+        **_inside("output_table", _table(vocab_size, config.hidden_size)),
+    }
+
+
+_VOCABULARIES: Mapping[str, Callable[[ModelConfig, int], Shapes]] = {
+    "adaptive": _adaptive,
+    "tied": _tied,
+    "untied": _untied,
+}
+
+
+def _column_parallel(in_features: int, out_features: int) -> Shapes:
+    return {"weight": Shape((out_features, in_features), 0), "bias": Shape((out_features,), 0)}
+
+
+def _row_parallel(in_features: int, out_features: int) -> Shapes:
+    return {"weight": Shape((out_features, in_features), 1), "bias": Shape((out_features,))}
+
+
+def _norm(size: int) -> Shapes:
+    return {"weight": Shape((size,)), "bias": Shape((size,))}
+
+
+def _table(tokens: int, width: int) -> Shapes:
+    return {"weight": Shape((tokens, width), 0, is_table=True)}
+
+
+def _inside(name: str, shapes: Mapping[str, Shape]) -> Shapes:
+    return {f"{name}.{inner}": shape for inner, shape in shapes.items()}

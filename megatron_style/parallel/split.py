@@ -1,0 +1,31 @@
+"""How a parameter is split over the tensor axis, as plain numbers: what needs no tensors reads this without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The logical (unsharded) shape of a parameter, and the dim it is split along."""
+
+    shape: tuple[int, ...]
+    shard_dim: int | None = None  # None: every rank holds all of it
+    is_table: bool = False  # its rows are vectors of tokens
+
+    @property
+    def decays(self) -> bool:
+        """True for the matrices that weight decay is meant for: not for norms, biases and vectors of tokens."""
+        return len(self.shape) > 1 and not self.is_table
+
+    def shard_shape(self, ways: int) -> tuple[int, ...]:
+        """Return what each rank holds; the last ranks are padded where the dim does not divide."""
+        shape = list(self.shape)
+        if self.shard_dim is not None:
+            shape[self.shard_dim] = -(-shape[self.shard_dim] // ways)
+        return tuple(shape)
+
+    def elements(self, ways: int = 1) -> int:
+        """Return the number of elements on each of so many ranks."""
+        return math.prod(self.shard_shape(ways))

@@ -1,0 +1,334 @@
+"""The parts of a model, each with its costs: attention, feed-forward and vocabulary.
+
+`memory`, `traffic` and `timing` add them up. A kind of attention or vocabulary is a class, and a row in a table below.
+Symbols: N tokens of a micro-batch, M with those of the cache, D hidden size, e bytes of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_style.config.model import ModelConfig
+from megatron_style.planning.setup import Setup
+from megatron_style.schedule.stages import Stage
+
+PASSES = 3  # backward makes two products (for the input and for the weight) of each that forward makes
+_FLOAT, _LONG = 4, 8  # bytes
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on one rank."""
+
+    setup: Setup
+    stage: Stage
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.setup.model
+
+    @property
+    def element_bytes(self) -> int:
+        return self.setup.sharding.element_bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.stage.micro_rows * self.stage.segment_length
+
+    @property
+    def keys(self) -> int:
+        """Return the number of tokens attended to: the cache's and the segment's."""
+        return self.stage.micro_rows * (self.stage.segment_length + self.stage.cache_length)
+
+    @property
+    def vector_bytes(self) -> int:
+        return self.model.hidden_size * self.element_bytes
+
+    @property
+    def stream(self) -> int:
+        """Return the bytes of the vectors between two blocks."""
+        return self.tokens * self.vector_bytes
+
+    def mask_bytes(self, masked: int) -> int:
+        """Return the bytes per element of a mask that torch's own dropout keeps."""
+        return 1 if self.setup.kernels.byte_masks else masked
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The partial sums that a rank reduces over the tensor axis in one micro-batch."""
+
+    messages: int
+    vectors: int  # of the hidden size
+    other: float = 0.0  # bytes of whatever else
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention half of one block: norm, attention, dropout. Positions are added to the embeddings."""
+
+    batch: MicroBatch
+
+    def products(self, *, causal_once: bool) -> float:
+        """Return the multiplications per token of a forward pass; with `causal_once`, those that the mask leaves."""
+        D = self.batch.model.hidden_size
+        L, C = self.batch.stage.segment_length, self.batch.stage.cache_length
+        attended = C + (L + 1) / 2 if causal_once else L + C
+        # Keys and values of cached tokens are projected anew, with the weights as they are now; no gradient flows back
+        # into the cache, which saves one product.
+        projections = D * D * (4 + 2 * C / L * (PASSES - 1) / PASSES)
+        return projections + 2 * attended * D
+
+    @property
+    def kept(self) -> float:
+        """Return the bytes of the tensors that autograd keeps."""
+        batch = self.batch
+        vectors = batch.tokens  # the block's input
+        vectors += 0 if self._next_cache_is_the_input else batch.tokens  # the same after its norm
+        vectors += self._placed_vectors
+        vectors += batch.tokens if batch.model.dropout.hidden else 0  # a mask
+        norm = 2 * batch.tokens * _FLOAT
+        return vectors * batch.vector_bytes + norm + self._kept_by_kernel
+
+    @property
+    def needed(self) -> float:
+        """Return 0: the gradients of this half are smaller than those of the feed-forward half."""
+        return 0.0
+
+    @property
+    def held_for_cache(self) -> float:
+        """Return the bytes that a recomputed block does not keep, but that stay until the next cache is made of them:
+        its normed input."""
+        if not self.batch.setup.recompute or self._next_cache_is_the_input:
+            return 0.0
+        return float(self.batch.stream)
+
+    @property
+    def caches(self) -> int:
+        """Return the bytes of the last segment's cache and of the next one's, of all rows."""
+        return 2 * self.batch.stage.rows * self.batch.stage.cache_length * self.batch.vector_bytes
+
+    @property
+    def position_table(self) -> int:
+        """Return the bytes of the table of positions, which all blocks share."""
+        length = self.batch.stage.segment_length + self.batch.stage.cache_length
+        return length * self.batch.model.hidden_size * _FLOAT
+
+    @property
+    def sent(self) -> Sent:
+        """Return one sum after the output projection and one gradient before the input projections, none of the cache.
+        A recomputed block repeats the first."""
+        times = 3 if self.batch.setup.recompute else 2
+        return Sent(messages=times, vectors=times * self.batch.tokens)
+
+    @property
+    def _placed_vectors(self) -> int:
+        """Return the number of vectors with positions that are kept in addition to those without."""
+        return 0
+
+    @property
+    def _next_cache_is_the_input(self) -> bool:
+        """True if the next cache holds the normed input of the block, which then costs nothing."""
+        return self.batch.stage.cache_length == self.batch.stage.segment_length
+
+    @property
+    def _kept_by_kernel(self) -> float:
+        batch = self.batch
+        D = batch.model.hidden_size / batch.setup.tensor
+        queries = batch.tokens * batch.model.heads / batch.setup.tensor
+        inputs = (batch.tokens + 2 * batch.keys) * D
+        mixed = batch.tokens * D * batch.element_bytes
+        if batch.setup.kernels.fused_attention:
+            return inputs * batch.element_bytes + mixed + queries * _FLOAT  # one sum per query
+        # torch's plain kernel computes in full precision.
+        dropped = _FLOAT + batch.mask_bytes(_FLOAT) if batch.model.dropout.attention else 0
+        S = batch.stage.segment_length + batch.stage.cache_length
+        return inputs * _FLOAT + mixed + queries * S * (_FLOAT + dropped)
+
+
+@dataclass(frozen=True)
+class InfusedAttention(Attention):
+    """Positions are added to the inputs of queries and keys, in every block."""
+
+    @property
+    def _placed_vectors(self) -> int:
+        return self.batch.keys
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The feed-forward half of one block: norm, two matrices, dropout."""
+
+    batch: MicroBatch
+
+    def products(self) -> float:
+        return 2 * self.batch.model.hidden_size * self.batch.model.ffn_size
+
+    @property
+    def kept(self) -> float:
+        batch = self.batch
+        vectors = 2 * batch.tokens  # its input, before and after the norm
+        vectors += batch.tokens if batch.model.dropout.hidden else 0  # a mask
+        norm = 2 * batch.tokens * _FLOAT
+        inner = batch.element_bytes
+        if batch.model.dropout.activation:
+            inner = 2 * batch.element_bytes + batch.mask_bytes(batch.element_bytes)  # before, after, and the mask
+        return vectors * batch.vector_bytes + norm + batch.tokens * self._inner_size * inner
+
+    @property
+    def needed(self) -> float:
+        """Return the bytes of the gradients that are alive at once in its backward pass."""
+        inner = 1 if self.batch.model.dropout.activation else 2  # a dropped copy is gone when the second one is made
+        wide = inner * self._inner_size
+        return self.batch.tokens * (wide + self.batch.model.hidden_size) * self.batch.element_bytes
+
+    @property
+    def sent(self) -> Sent:
+        """Return one sum after the second matrix, which recompute does not need, and one gradient before the first."""
+        return Sent(messages=2, vectors=2 * self.batch.tokens)
+
+    @property
+    def _inner_size(self) -> float:
+        return self.batch.model.ffn_size / self.batch.setup.tensor
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Embedding and loss, with one band of full width."""
+
+    batch: MicroBatch
+
+    def products(self) -> float:
+        (band,) = self.batch.setup.bands
+        return float(self.batch.model.hidden_size * band.tokens)
+
+    @property
+    def kept_by_embedding(self) -> float:
+        batch = self.batch
+        # The vectors this rank has looked up, and the mask.
+        held = 1 / batch.setup.tensor + bool(batch.model.dropout.hidden)
+        elements = batch.tokens * batch.model.hidden_size * held + self._narrow_elements
+        return elements * batch.element_bytes + 4 * batch.tokens * _LONG  # where each token is, here and in the loss
+
+    @property
+    def kept(self) -> float:
+        return self.kept_by_embedding + self._scored + sum(self._kept_by_bands)
+
+    @property
+    def needed(self) -> float:
+        """Return the most bytes at once in the loss, where bands are scored one after another."""
+        per_score = self.batch.setup.kernels.bytes_needed_per_score
+        per_score += self.batch.element_bytes % _FLOAT  # a copy in half precision
+        kept = self._kept_by_bands
+        return self._scored + max(sum(kept[: i + 1]) + n * per_score for i, n in enumerate(self._scores))
+
+    @property
+    def sent(self) -> Sent:
+        """Return the vectors after the embedding, the gradient of the scored ones, and three numbers per token: the
+        greatest score, the sum and the score picked."""
+        tokens = self.batch.tokens
+        return Sent(messages=1 + 4, vectors=2 * tokens, other=3.0 * tokens * _FLOAT)
+
+    @property
+    def _narrow_elements(self) -> float:
+        """Return the number of elements that are looked up and then projected to the hidden size."""
+        return 0.0
+
+    @property
+    def _drops(self) -> bool:
+        """True if the inputs of the loss are dropped out."""
+        return False
+
+    @property
+    def _scored(self) -> int:
+        """Return the bytes of the vectors that are scored, and of their mask."""
+        return self.batch.stream * (1 + self._drops)
+
+    @property
+    def _scores(self) -> tuple[float, ...]:
+        """Return the number of logits of each band: the head has one per token, a tail for its own tokens only."""
+        setup, tokens = self.batch.setup, self.batch.tokens
+        head, *tails = setup.bands
+        of_head = tokens * (head.tokens / setup.tensor + len(tails))
+        shares = zip(tails, setup.band_shares[1:], strict=True)
+        return of_head, *(tokens * share * band.tokens / setup.tensor for band, share in shares)
+
+    @property
+    def _kept_by_bands(self) -> tuple[float, ...]:
+        return tuple(scores * self.batch.setup.kernels.bytes_kept_per_score for scores in self._scores)
+
+
+@dataclass(frozen=True)
+class AdaptiveVocabulary(Vocabulary):
+    """Several bands, of which the tails are narrow: projected on their way in and out, and scored for their tokens."""
+
+    def products(self) -> float:
+        D, shares = self.batch.model.hidden_size, self.batch.setup.band_shares
+        head, *tails = self.batch.setup.bands
+        products = D * (head.tokens + len(tails)) + shares[0] * D * head.width
+        for band, share in zip(tails, shares[1:], strict=True):
+            products += share * band.width * (D + D + band.tokens)  # projected inwards, outwards, scored
+        return products
+
+    @property
+    def sent(self) -> Sent:
+        """Return in addition the gradients of the projections, and of each tail its narrow inputs."""
+        setup, tokens = self.batch.setup, self.batch.tokens
+        D, e = setup.model.hidden_size, self.batch.element_bytes
+        other = 3.0 * tokens * _FLOAT + sum(D * band.width for band in setup.bands) * e
+        for band, share in zip(setup.bands[1:], setup.band_shares[1:], strict=True):
+            other += tokens * share * (3 * _FLOAT + band.width * e)
+        return Sent(messages=1 + (4 + 1) * len(setup.bands), vectors=2 * tokens, other=other)
+
+    @property
+    def _narrow_elements(self) -> float:
+        setup = self.batch.setup
+        shares = zip(setup.bands, setup.band_shares, strict=True)
+        return sum(self.batch.tokens * share / setup.tensor * band.width for band, share in shares)
+
+    @property
+    def _drops(self) -> bool:
+        return self.batch.model.dropout.softmax > 0
+
+    @property
+    def _kept_by_bands(self) -> tuple[float, ...]:
+        setup = self.batch.setup
+        head, *tails = super()._kept_by_bands
+        kept = [head]
+        for band, share, scores in zip(setup.bands[1:], setup.band_shares[1:], tails, strict=True):
+            inputs = setup.model.hidden_size + band.width * (1 + self._drops)
+            kept.append(self.batch.tokens * share * inputs * self.batch.element_bytes + scores)
+        return tuple(kept)
+
+
+_ATTENTIONS: Mapping[str, type[Attention]] = {"added": Attention, "infused": InfusedAttention}
+_VOCABULARIES: Mapping[str, type[Vocabulary]] = {
+    "adaptive": AdaptiveVocabulary,
+    "tied": Vocabulary,
+    "untied": Vocabulary,
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One block's halves, of which there are `layers`, and the vocabulary."""
+
+    layers: int
+    attention: Attention
+    feed_forward: FeedForward
+    vocabulary: Vocabulary
+
+    def products(self, *, causal_once: bool) -> float:
+        block = self.attention.products(causal_once=causal_once) + self.feed_forward.products()
+        return self.layers * block + self.vocabulary.products()
+
+
+def parts_of(setup: Setup, stage: Stage) -> Parts:
+    batch = MicroBatch(setup, stage)
+    return Parts(
+        layers=setup.model.layers,
+        attention=_ATTENTIONS[setup.model.positions](batch),
+        feed_forward=FeedForward(batch),
+        vocabulary=_VOCABULARIES[setup.model.vocabulary.kind](batch),
+    )

@@ -1,0 +1,79 @@
+"""What an estimate needs to know about the text: counted where the corpus is there, by Zipf's law where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_style.base.errors import UserError
+from megatron_style.config.model import ModelConfig
+from megatron_style.config.run import RunConfig
+from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.data.store import TokenStore, open_store, store_files
+from megatron_style.model.shape import bands
+
+_BLOCK, _BLOCKS = 1 << 18, 64  # so much of the text is looked at, evenly spread: 17M tokens at most
+# Frequent words follow 1/rank, rarer ones fall faster: Gerlach & Altmann, "Stochastic model for the vocabulary growth
+# in natural languages" (Physical Review X, 2013), who fitted this to English books.
+_BEND, _STEEPNESS = 7873, 1.77
+
+
+@dataclass(frozen=True)
+class TextFacts:
+    vocab_size: int
+    tokens: int | None  # None: the corpus is not there
+    band_shares: tuple[float, ...]  # by Zipf's law when the corpus is not there
+
+
+def text_facts(run: RunConfig) -> TextFacts:
+    vocab_size = run.data.vocab_size
+    if vocab_size is None:
+        tokenizer = tokenizer_beside(run.data.train)
+        if tokenizer is None:
+            raise UserError(
+                f"data.vocab_size: missing, and there is no dictionary in {run.data.train.parent} to take it from; "
+                f"prepare the corpus, or give the number of token ids: --set data.vocab_size=50000"
+            )
+        vocab_size = tokenizer.vocab_size
+    run.model.check_vocabulary(vocab_size)
+    if not all(path.is_file() for path in store_files(run.data.train)):
+        return TextFacts(vocab_size, None, zipf_shares(run.model, vocab_size))
+    store = open_store(run.data.train)
+    return TextFacts(vocab_size, len(store), measured_shares(store, run.model, vocab_size))
+
+
+def measured_shares(store: TokenStore, model: ModelConfig, vocab_size: int) -> tuple[float, ...]:
+    """Return the share of the text's tokens in each band."""
+    edges = [0, *(band.last for band in bands(model, vocab_size))]
+    counts = np.zeros(len(edges) - 1, np.int64)
+    stride = max(_BLOCK, len(store) // _BLOCKS)
+    for first in range(0, len(store), stride):
+        counts += np.histogram(store.tokens[first : first + _BLOCK], edges)[0]
+    return tuple(float(share) for share in counts / max(1, counts.sum()))
+
+
+def zipf_shares(model: ModelConfig, vocab_size: int) -> tuple[float, ...]:
+    """Return the share of tokens in each band, for ids in the order of frequency."""
+    return _zipf_shares(tuple(band.last for band in bands(model, vocab_size)))
+
+
+@lru_cache  # the same few vocabularies are asked for at every step of a search
+def _zipf_shares(ends: tuple[int, ...]) -> tuple[float, ...]:
+    sums = _zipf_sums(ends[-1])
+    below = [float(sums[end - 1] / sums[-1]) for end in ends]
+    return tuple(high - low for low, high in pairwise([0.0, *below]))
+
+
+def zipf_ids(vocab_size: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return token ids that are as frequent as Zipf's law says, in growing order."""
+    sums = _zipf_sums(vocab_size)
+    ids: np.ndarray[tuple[int], np.dtype[np.int64]] = np.searchsorted(sums, (np.arange(count) + 0.5) / count * sums[-1])
+    return ids
+
+
+def _zipf_sums(vocab_size: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    ranks = np.arange(1, vocab_size + 1) / _BEND
+    return np.cumsum(np.where(ranks <= 1, 1 / ranks, ranks**-_STEEPNESS))

@@ -1,0 +1,60 @@
+"""Bytes that each rank sends in one step. Rings: of a message of n bytes a rank sends n (r - 1)/r, twice in a reduction
+that leaves the result everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_style.planning.parts import parts_of
+from megatron_style.planning.setup import Setup
+from megatron_style.schedule.stages import Stage
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one step and rank, over all its micro-batches."""
+
+    gradients: float  # bytes sent to data-parallel ranks
+    weights: float  # likewise, to bring ZeRO's weights together
+    tensor: float  # bytes sent to tensor-parallel ranks
+    data_messages: int
+    tensor_messages: int
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """The partial sums of one micro-batch."""
+
+    bytes: float
+    messages: int
+
+
+def estimate_traffic(setup: Setup, stage: Stage) -> Traffic:
+    zero = setup.sharding
+    micros = stage.accumulation
+    sent = _sent_over_tensor_axis(setup, stage)
+    whole = setup.parameters * zero.element_bytes
+    around = (setup.data - 1) / setup.data
+    reductions = micros if zero.zero_stage >= 2 else 1  # ZeRO 2 keeps no whole gradient until the last micro-batch
+    gradients = reductions * whole * around * (1 if zero.zero_stage == 3 else 2)
+    gathers = {0: 0, 1: 1, 2: 1, 3: micros * (1 if setup.parameters <= zero.most_gathered else 2)}[zero.zero_stage]
+    buckets = max(1, setup.parameters // max(1, zero.bucket))
+    return Traffic(
+        gradients=gradients,
+        weights=gathers * whole * around,
+        tensor=2 * (setup.tensor - 1) / setup.tensor * micros * sent.bytes,
+        data_messages=(reductions * buckets + gathers) if setup.data > 1 else 0,
+        tensor_messages=micros * sent.messages if setup.tensor > 1 else 0,
+    )
+
+
+def _sent_over_tensor_axis(setup: Setup, stage: Stage) -> _Sums:
+    parts = parts_of(setup, stage)
+    halves = (parts.attention.sent, parts.feed_forward.sent)
+    ends = parts.vocabulary.sent
+    vectors = parts.layers * sum(half.vectors for half in halves) + ends.vectors
+    other = parts.layers * sum(half.other for half in halves) + ends.other
+    return _Sums(
+        bytes=vectors * setup.model.hidden_size * setup.sharding.element_bytes + other,
+        messages=parts.layers * sum(half.messages for half in halves) + ends.messages,
+    )
