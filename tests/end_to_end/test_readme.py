@@ -70,3 +70,13 @@ def test_the_tree_is_the_tree() -> None:
     commands = {path.name for path in package.glob("*.py")} - {"__init__.py"}
     folders = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
     assert commands | folders <= named
+
+
+def test_the_heart_has_the_size_that_is_said() -> None:
+    (said,) = re.findall(r"The heart is ([\d,]+) lines", README)
+    package = ROOT / "megatron_style"
+    files = [package / "train.py", package / "engine" / "engine.py"]
+    for room in ("schedule", "parallel", "model"):
+        files += (package / room).glob("*.py")
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert abs(lines / int(said.replace(",", "")) - 1) < 0.05, f"it has {lines}"
