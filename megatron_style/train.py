@@ -18,6 +18,7 @@ import torch
 
 from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.base.files import remove_leftovers
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
@@ -171,7 +172,7 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
             cache_length=last.cache_length,
             step=schedule.total_steps,
         )
-        folder = run.output.path / "model"
+        folder = RunFolder(run.output.path).model
         remove_leftovers(folder)  # the lock of the run's folder is ours
         write_whole(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_style.base.command import log
 from megatron_style.base.events import Event
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine, Update
@@ -46,23 +47,23 @@ class Journal:
 
     def _open(self, run: RunConfig, first_step: int) -> None:
         """Figures that are carried on come from the last line, which every step that saves has."""
-        folder = run.output.path
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(run.output.path)
+        folder.path.mkdir(parents=True, exist_ok=True)
         if first_step:
-            keep_older(folder / "run.yaml", run, first_step)
-        save_run(run, folder / "run.yaml")
-        self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
+            keep_older(folder.run_file, run, first_step)
+        save_run(run, folder.run_file)
+        self._metrics = MetricsFile(folder.metrics, last_step=first_step)
         if last := self._metrics.last:  # perhaps of a version that recorded less
             self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
             self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
         ds_config = read_ds_config(run.deepspeed)
         texts = {
-            "run/config": code_block((folder / "run.yaml").read_text(encoding="utf-8"), "yaml"),
+            "run/config": code_block(folder.run_file.read_text(encoding="utf-8"), "yaml"),
             "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
         }
         ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
         settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = Board(folder / "tensorboard", settings, texts, self._metrics)
+        self._board = Board(folder.tensorboard, settings, texts, self._metrics)
         self._console = Console(self._schedule.total_steps)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from megatron_style.base.events import Event, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
+from megatron_style.base.run_folder import RUN_FILE, RunFolder
 from megatron_style.data.store import open_store
 from megatron_style.paper.claims import Claim, Outcome, claims_of
 from megatron_style.paper.experiment import Experiment, findings_of
@@ -27,7 +28,7 @@ from megatron_style.paper.tables import BASELINE
 from megatron_style.planning.parameters import count_parameters
 
 _MOST_LINES = 60  # of training, kept of a run
-_KEPT = ("run.yaml", ORIGIN, TAKEN)
+_KEPT = (RUN_FILE, ORIGIN, TAKEN)
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,8 @@ def _keep(run: Path, target: Path) -> None:
             shutil.copy(run / name, target / name)
     for file in sorted((run / "evaluations").glob("*.json")):
         shutil.copy(file, target / "evaluations" / file.name)
-    lines = "".join(json.dumps(event) + "\n" for event in thinned(read_events(run / "metrics.jsonl")))
-    (target / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    lines = "".join(json.dumps(event) + "\n" for event in thinned(read_events(RunFolder(run).metrics)))
+    RunFolder(target).metrics.write_text(lines, encoding="utf-8")
 
 
 def thinned(events: Sequence[Event]) -> list[Event]:
@@ -228,7 +229,7 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
 def _run_line(folder: Path) -> str:
     taken = _read(folder / TAKEN)
     begun = f"{taken['run']}, step {taken['step']}" if taken else "nothing"
-    link = f"[{folder.name}](results/runs/{folder.name}/metrics.jsonl)"
+    link = f"[{folder.name}](results/runs/{folder.name}/{RunFolder(folder).metrics.name})"
     return f"| {link} | {_read(folder / ORIGIN).get('commit')} | {begun} |"
 
 

@@ -8,6 +8,7 @@ from statistics import median
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.events import Event, read_events
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.planning.corpus import text_facts
@@ -21,10 +22,12 @@ from megatron_style.schedule.stages import resolve_stage
 
 def measured_efficiency(folder: Path, gpu: Gpu) -> float:
     """The median over the steps that the run in this folder recorded, on GPUs of this kind."""
-    for name in ("run.yaml", "metrics.jsonl"):
-        if not (folder / name).is_file():
-            raise UserError(f"--calibrate {folder}: no {name} in it; the folder of a run is expected")
-    run, events = load_run(folder / "run.yaml"), read_events(folder / "metrics.jsonl")
+    files = RunFolder(folder)
+    for needed in (files.run_file, files.metrics):
+        if not needed.is_file():
+            raise UserError(f"--calibrate {folder}: no {needed.name} in it; the folder of a run is expected")
+    run = load_run(files.run_file)
+    events = read_events(files.metrics)
     events = [event for event in events if event["kind"] != "train" or event.get("tokens_per_second")]
     trained = [event for event in events if event["kind"] == "train"]
     if not trained:

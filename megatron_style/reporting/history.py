@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.events import Event, read_events
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
 
@@ -104,7 +105,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
 
 def read_run(name: str, folder: Path) -> RunHistory:
-    metrics, run_file = folder / "metrics.jsonl", folder / "run.yaml"
+    metrics, run_file = RunFolder(folder).metrics, RunFolder(folder).run_file
     for needed in (metrics, run_file):
         if not needed.is_file():
             raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
