@@ -4,7 +4,6 @@ writes; the others only help to sum the loss."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.command import log
-from megatron_style.base.events import Event
+from megatron_style.base.events import (
+    Event,
+    SampleEvent,
+    SpikeEvent,
+    StageEndEvent,
+    StageEvent,
+    TrainEvent,
+    ValidEvent,
+)
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
@@ -54,8 +61,9 @@ class Journal:
         save_run(run, folder.run_file)
         self._metrics = MetricsFile(folder.metrics, last_step=first_step)
         if last := self._metrics.last:  # perhaps of a version that recorded less
-            self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
-            self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
+            self._skipped = last.skipped or 0
+            self._stage_seconds = last.stage_seconds or 0.0
+            self._totals = self._totals.plus(0, 0, last.seconds or 0.0)
         ds_config = read_ds_config(run.deepspeed)
         texts = {
             "run/config": code_block(folder.run_file.read_text(encoding="utf-8"), "yaml"),
@@ -75,18 +83,36 @@ class Journal:
         """Counted to the stage's first step, so that a run resumed right before it records it once."""
         self._stage_seconds = 0.0
         stage, totals = plan.stage, self._totals
-        self._record("stage", plan.step + 1, index=stage.index, segment_length=stage.segment_length,
-                     cache_length=stage.cache_length, rows=stage.rows, micro_rows=stage.micro_rows,
-                     tokens=totals.tokens, seconds=totals.seconds, flops=totals.flops,
-                     flops_per_token=self._work.per_token[stage.index], opens=str(stage))  # fmt: skip
+        self._record(
+            StageEvent(
+                step=plan.step + 1,
+                index=stage.index,
+                segment_length=stage.segment_length,
+                cache_length=stage.cache_length,
+                rows=stage.rows,
+                micro_rows=stage.micro_rows,
+                tokens=totals.tokens,
+                seconds=totals.seconds,
+                flops=totals.flops,
+                flops_per_token=self._work.per_token[stage.index],
+                opens=str(stage),
+            )
+        )
         self._say(f"step {plan.step}: {stage}")
 
     def stage_closes(self, plan: StepPlan) -> None:
         """Tokens and time of the stage, over all ranks and resumptions."""
         first, done = self._schedule.first_step_of(plan.stage), plan.step + 1
         tokens, seconds = self._totals.tokens - self._schedule.tokens_before(first), self._stage_seconds
-        self._record("stage_end", done, index=plan.stage.index, tokens=self._totals.tokens, stage_tokens=tokens,
-                     stage_seconds=seconds)  # fmt: skip
+        self._record(
+            StageEndEvent(
+                step=done,
+                index=plan.stage.index,
+                tokens=self._totals.tokens,
+                stage_tokens=tokens,
+                stage_seconds=seconds,
+            )
+        )
         self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
 
     def step(self, plan: StepPlan, loss: Tensor, update: Update, seconds: float, *, show: bool) -> None:
@@ -98,8 +124,16 @@ class Journal:
         self._stage_seconds += seconds
         if show or not update.applied:
             mean, norm = self._read(loss, update)
-            if update.spike is not None:
-                self._record("spike", plan.step + 1, tokens=self._totals.tokens, **asdict(update.spike))
+            if spike := update.spike:
+                self._record(
+                    SpikeEvent(
+                        step=plan.step + 1,
+                        tokens=self._totals.tokens,
+                        loss=spike.loss,
+                        median=spike.median,
+                        action=spike.action,
+                    )
+                )
             if self._writes:
                 self._show(plan, mean, norm, update)
         elif self._writes:
@@ -112,11 +146,20 @@ class Journal:
 
     def held_out(self, step: int, found: HeldOut) -> None:
         totals = self._totals
-        self._record("valid", step, loss=found.loss, perplexity=found.perplexity, tokens=totals.tokens,
-                     seconds=totals.seconds, flops=totals.flops, by_position=list(found.by_position),
-                     text_digest=found.text_digest)  # fmt: skip
+        self._record(
+            ValidEvent(
+                step=step,
+                loss=found.loss,
+                perplexity=found.perplexity,
+                tokens=totals.tokens,
+                seconds=totals.seconds,
+                flops=totals.flops,
+                by_position=tuple(found.by_position),
+                text_digest=found.text_digest,
+            )
+        )
         if found.text:
-            self._record("sample", step, tokens=totals.tokens, prompt=found.prompt, text=found.text)
+            self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
 
     def _read(self, loss: Tensor, update: Update) -> tuple[float, float]:
@@ -130,13 +173,23 @@ class Journal:
         lately, self._shown = totals.since(self._shown), totals
         memory = peak_bytes(device)
         forget_peak(device)
-        event = self._record(
-            "train", plan.step + 1, stage=plan.stage.index, loss=loss, grad_norm=grad_norm,
-            learning_rate=update.learning_rate, skipped=self._skipped, tokens=totals.tokens,
-            tokens_per_second=lately.tokens / lately.seconds, stage_seconds=self._stage_seconds,
-            seconds=totals.seconds, flops=totals.flops, flops_per_second=lately.flops / lately.seconds,
+        speed = lately.flops / lately.seconds
+        event = TrainEvent(
+            step=plan.step + 1,
+            stage=plan.stage.index,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=update.learning_rate,
+            skipped=self._skipped,
+            tokens=totals.tokens,
+            tokens_per_second=lately.tokens / lately.seconds,
+            stage_seconds=self._stage_seconds,
+            seconds=totals.seconds,
+            flops=totals.flops,
+            flops_per_second=speed,
             memory_bytes=memory,
-        )  # fmt: skip
+        )
+        self._record(event)
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
         self._console.show(
@@ -146,7 +199,7 @@ class Journal:
                 stages=len(self._schedule.stages),
                 share_done=totals.flops / self._all_flops,
                 seconds_left=self._seconds_left(lately),
-                peak_share=self._peak and event["flops_per_second"] / self._peak,
+                peak_share=self._peak and speed / self._peak,
                 note=note,
             )
         )
@@ -162,13 +215,11 @@ class Journal:
         if self._writes:
             log(line)
 
-    def _record(self, kind: str, step: int, **values: float | int | str | list[float]) -> Event:
-        event: Event = {"kind": kind, "step": step, **values}
+    def _record(self, event: Event) -> None:
         if self._writes:
             self._metrics.write(event)
             self._board.add(event)
             self._engine.tell_monitors(scalars_of(event))
-        return event
 
     def __enter__(self) -> Self:
         return self

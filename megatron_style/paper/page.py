@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_style.base.events import Event, read_events
+from megatron_style.base.events import Event, SampleEvent, TrainEvent, ValidEvent, line_of, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
 from megatron_style.base.run_folder import RUN_FILE, RunFolder
 from megatron_style.data.store import open_store
@@ -174,20 +174,21 @@ def _keep(run: Path, target: Path) -> None:
             shutil.copy(run / name, target / name)
     for file in sorted((run / "evaluations").glob("*.json")):
         shutil.copy(file, target / "evaluations" / file.name)
-    lines = "".join(json.dumps(event) + "\n" for event in thinned(read_events(RunFolder(run).metrics)))
+    lines = "".join(line_of(event) + "\n" for event in thinned(read_events(RunFolder(run).metrics)))
     RunFolder(target).metrics.write_text(lines, encoding="utf-8")
 
 
 def thinned(events: Sequence[Event]) -> list[Event]:
     """Without samples and losses by position, and of training only some lines: the last one has all totals."""
-    trained = [event for event in events if event["kind"] == "train"]
+    trained = [event.step for event in events if isinstance(event, TrainEvent)]
     every = -(-len(trained) // _MOST_LINES)
-    kept = {event["step"] for event in trained[::-1][:: every or 1]}
-    return [
-        {key: value for key, value in event.items() if key != "by_position"}
-        for event in events
-        if event["kind"] not in ("sample", "train") or (event["kind"] == "train" and event["step"] in kept)
-    ]
+    kept = {*trained[::-1][:: every or 1]}
+    found: list[Event] = []
+    for event in events:
+        if isinstance(event, SampleEvent) or (isinstance(event, TrainEvent) and event.step not in kept):
+            continue
+        found.append(replace(event, by_position=None) if isinstance(event, ValidEvent) else event)
+    return found
 
 
 def _page(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> str:

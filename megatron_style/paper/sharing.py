@@ -7,17 +7,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from megatron_style.base.events import read_events
+from megatron_style.base.events import StageEvent, TrainEvent, line_of, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
 from megatron_style.base.run_folder import LATEST, RunFolder
 from megatron_style.config.run import RunConfig
 
 TAKEN = "taken_over.json"
-_CARRIED = ("train", "stage")  # validations are by the protocol of the run's own last stage
+_CARRIED = TrainEvent | StageEvent  # validations are by the protocol of the run's own last stage
 
 
 def begins_like(taker: RunConfig, donor: RunConfig) -> bool:
@@ -49,18 +48,15 @@ def take_over(taker: RunConfig, donors: Iterable[RunConfig]) -> Path | None:
         return None
     donor, steps = found.parents[1], taker.stages[0].steps
     assert steps is not None
-    lines = (json.dumps(event) for event in read_events(RunFolder(donor).metrics) if _is_carried(event, steps))
+    events = read_events(RunFolder(donor).metrics)
+    carried = (event for event in events if isinstance(event, _CARRIED) and event.step <= steps)
     mine.path.mkdir(parents=True, exist_ok=True)
-    write_atomic(mine.metrics, "".join(f"{line}\n" for line in lines))
+    write_atomic(mine.metrics, "".join(f"{line_of(event)}\n" for event in carried))
     write_atomic(mine.path / TAKEN, json.dumps({"run": donor.name, "step": steps}) + "\n")
     with atomic_folder(mine.checkpoints) as folder:  # last: from here on it has begun
         shutil.copytree(found, folder / found.name, copy_function=_link)
         (folder / LATEST).write_text(found.name, encoding="utf-8")
     return found
-
-
-def _is_carried(event: Mapping[str, Any], steps: int) -> bool:
-    return event["kind"] in _CARRIED and event["step"] <= steps
 
 
 def _link(source: str, target: str) -> None:
