@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
 
 from megatron_style.base.command import log
 from megatron_style.base.events import (
@@ -23,7 +22,7 @@ from megatron_style.base.events import (
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
-from megatron_style.engine.engine import TrainingEngine, Update
+from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.engine.memory import forget_peak, peak_bytes
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, Standing
@@ -34,6 +33,14 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
 _NEWEST_SHARE = 0.3  # of the newest line in the speed that the time left is told by
+
+
+class _Figures(NamedTuple):
+    """The figures of a step that are read from the device."""
+
+    loss: float
+    grad_norm: float
+    auxiliary: dict[str, float]
 
 
 class Journal:
@@ -115,15 +122,15 @@ class Journal:
         )
         self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
 
-    def step(self, plan: StepPlan, loss: Tensor, update: Update, seconds: float, *, show: bool) -> None:
-        """Called after every step by all ranks; `loss` is this rank's share. Only some are shown, and all that were
-        skipped: in between the loss is not even summed, so that nobody waits for it."""
+    def step(self, plan: StepPlan, loss: LossShare, update: Update, seconds: float, *, show: bool) -> None:
+        """Called after every step by all ranks. Only some are shown, and all that were skipped: in between the loss is
+        not even summed, so that nobody waits for it."""
         flops = plan.tokens * self._work.per_token[plan.stage.index]
         self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
         self._stage_seconds += seconds
         if show or not update.applied:
-            mean, norm = self._read(loss, update)
+            figures = self._read(loss, update)
             if spike := update.spike:
                 self._record(
                     SpikeEvent(
@@ -135,7 +142,7 @@ class Journal:
                     )
                 )
             if self._writes:
-                self._show(plan, mean, norm, update)
+                self._show(plan, figures, update)
         elif self._writes:
             self._console.after(plan.step + 1)
 
@@ -162,13 +169,16 @@ class Journal:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
 
-    def _read(self, loss: Tensor, update: Update) -> tuple[float, float]:
-        """Return the loss over all ranks and the gradient norm, in one wait for the device."""
-        norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.device)
-        mean, norm = torch.stack([self._topology.data.sum(loss).double(), norm]).tolist()
-        return mean, norm
+    def _read(self, loss: LossShare, update: Update) -> _Figures:
+        """Return the losses over all ranks and the gradient norm, in one wait for the device."""
+        data = self._topology.data
+        norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
+        further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
+        values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
+        mean, grad_norm, *auxiliary = torch.stack(values).tolist()
+        return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
 
-    def _show(self, plan: StepPlan, loss: float, grad_norm: float, update: Update) -> None:
+    def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals, device = self._totals, self._engine.device
         lately, self._shown = totals.since(self._shown), totals
         memory = peak_bytes(device)
@@ -177,8 +187,8 @@ class Journal:
         event = TrainEvent(
             step=plan.step + 1,
             stage=plan.stage.index,
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
             learning_rate=update.learning_rate,
             skipped=self._skipped,
             tokens=totals.tokens,
@@ -188,6 +198,7 @@ class Journal:
             flops=totals.flops,
             flops_per_second=speed,
             memory_bytes=memory,
+            auxiliary=figures.auxiliary or None,
         )
         self._record(event)
         reason = update.spike or "the gradient is not finite"
