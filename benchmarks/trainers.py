@@ -93,7 +93,7 @@ class Ours:
         )
         self.engine.update(RATE)
         self._step += 1
-        return loss
+        return loss.nll
 
 
 class Plain:

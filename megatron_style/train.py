@@ -18,6 +18,7 @@ import torch
 
 from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.base.files import remove_leftovers
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
@@ -26,7 +27,7 @@ from megatron_style.config.train_arguments import parse_train_arguments
 from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
 from megatron_style.data.lanes import read_batch
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.engine import LossShare, TrainingEngine
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
 from megatron_style.engine.spikes import Spike, extend_window, find_spike, loss_of_all_ranks
@@ -122,13 +123,11 @@ def accumulate_gradients(
     caches: tuple[Memory, ...],
     topology: Topology,
     seed: int,
-) -> tuple[torch.Tensor, tuple[Memory, ...]]:
-    """Do the forward and backward passes of one step's micro-batches; each owns its lanes and its memory.
-
-    Return this rank's share of the loss: summed over the data-parallel ranks, it is the mean over all target tokens of
-    the step. It stays on the device, so that nobody waits for a loss that is not shown."""
+) -> tuple[LossShare, tuple[Memory, ...]]:
+    """Do the forward and backward passes of one step's micro-batches; each owns its lanes and its memory."""
     stage = plan.stage
     share = torch.zeros((), device=engine.device)
+    auxiliary: dict[str, torch.Tensor] = {}
     next_caches = []
     for micro in range(stage.accumulation):
         batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
@@ -139,23 +138,25 @@ def accumulate_gradients(
 
         output = engine.forward(inputs, targets, memory, noise)
         mine = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
-        auxiliary = sum(output.auxiliary.values()) / stage.accumulation
+        further = {name: loss / stage.accumulation for name, loss in output.auxiliary.items()}
         # The engine takes the mean over the ranks.
-        engine.accumulate(mine * topology.data.size + auxiliary, is_last=micro == stage.accumulation - 1)
+        engine.accumulate(mine * topology.data.size + sum(further.values()), is_last=micro == stage.accumulation - 1)
 
         share += mine.detach()
+        for name, loss in further.items():
+            auxiliary[name] = auxiliary.get(name, 0.0) + loss.detach()
         next_caches.append(output.memory)
-    return share, tuple(next_caches)
+    return LossShare(share, auxiliary), tuple(next_caches)
 
 
 def look_for_spike(
-    config: SpikeConfig | None, progress: Progress, share: torch.Tensor, topology: Topology
+    config: SpikeConfig | None, progress: Progress, share: LossShare, topology: Topology
 ) -> tuple[Progress, Spike | None]:
     """Compare the loss of the step with those before it, and keep it for those after it. A run that does not ask for
     this does not wait for the loss."""
     if config is None:
         return replace(progress, losses=()), None
-    loss = loss_of_all_ranks(share, topology)
+    loss = loss_of_all_ranks(share.nll, topology)
     spike = find_spike(config, progress.losses, loss)
     return replace(progress, losses=extend_window(config, progress.losses, loss)), spike
 
@@ -171,7 +172,7 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
             cache_length=last.cache_length,
             step=schedule.total_steps,
         )
-        folder = run.output.path / "model"
+        folder = RunFolder(run.output.path).model
         remove_leftovers(folder)  # the lock of the run's folder is ours
         write_whole(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
 

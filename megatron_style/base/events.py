@@ -1,30 +1,210 @@
-"""`metrics.jsonl`, what a run has recorded, for those who read it: one JSON object a line, each with kind and step."""
+"""`metrics.jsonl`, the record of a run: one JSON object per line. Each kind of event is a class here, whose fields are
+the keys of its line in the order in which they are written. What a run did not record, or what is not of its type in a
+file that someone has changed, is None.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_type_hints
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.json_text import parse_json
 
-Event = dict[str, Any]
+_COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # which a resumed run continues
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEvent:
+    """A stage opens. The totals are those before its first step."""
+
+    KIND: ClassVar = "stage"
+    step: int
+    index: int | None = None
+    segment_length: int | None = None
+    cache_length: int | None = None
+    rows: int | None = None
+    micro_rows: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    flops: int | None = None
+    flops_per_token: int | None = None
+    opens: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainEvent:
+    KIND: ClassVar = "train"
+    step: int
+    stage: int | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    skipped: int | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    stage_seconds: float | None = None
+    seconds: float | None = None
+    flops: int | None = None
+    flops_per_second: float | None = None
+    memory_bytes: int | None = None
+    auxiliary: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeEvent:
+    KIND: ClassVar = "spike"
+    step: int
+    tokens: int | None = None
+    loss: float | None = None
+    median: float | None = None
+    action: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidEvent:
+    KIND: ClassVar = "valid"
+    step: int
+    loss: float | None = None
+    perplexity: float | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    flops: int | None = None
+    by_position: tuple[float, ...] | None = None
+    text_digest: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleEvent:
+    KIND: ClassVar = "sample"
+    step: int
+    tokens: int | None = None
+    prompt: str | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEndEvent:
+    KIND: ClassVar = "stage_end"
+    step: int
+    index: int | None = None
+    tokens: int | None = None
+    stage_tokens: int | None = None
+    stage_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class UnknownEvent:
+    """An event of a kind that a newer version has written."""
+
+    step: int
+    kind: str
+
+
+KnownEvent = StageEvent | TrainEvent | SpikeEvent | ValidEvent | SampleEvent | StageEndEvent
+Event = KnownEvent | UnknownEvent
+KINDS: Mapping[str, type[KnownEvent]] = {
+    kind.KIND: kind for kind in (StageEvent, TrainEvent, SpikeEvent, ValidEvent, SampleEvent, StageEndEvent)
+}
 
 
 def read_events(path: Path) -> list[Event]:
+    """Return all events of a record. A line that is not one is an error, but the last: a kill may have torn it."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; the record of a run is expected") from None
-    whole = content.split("\n")[:-1]  # the last line of a killed run may be torn
-    return [_read_event(line, where=f"{path}:{number}") for number, line in enumerate(whole, start=1)]
+    events = []
+    for number, line in enumerate(content.split("\n")[:-1], start=1):
+        event = parse_event(line)
+        if event is None:
+            raise UserError(
+                f"{path}:{number}: holds {line[:60]!r}; expected an event as a run writes it, with kind and step"
+            )
+        events.append(event)
+    return events
 
 
-def _read_event(line: str, where: str) -> Event:
+def parse_event(line: str | bytes, *, needs_sound_counts: bool = False) -> Event | None:
+    """Return the event of a line; None if it holds none. A run that resumes continues the counts of a line, so it does
+    not take a line in which one of them is damaged."""
     try:
-        event = parse_json(line)
+        data = parse_json(line)
     except ValueError:
-        event = None
-    if not isinstance(event, dict) or "kind" not in event or not isinstance(event.get("step"), int):
-        raise UserError(f"{where}: holds {line[:60]!r}; expected an event as a run writes it, with kind and step")
-    return event
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str) or type(data.get("step")) is not int:
+        return None
+    if needs_sound_counts and not all(_is_sound(data[key]) for key in _COUNTS if key in data):
+        return None
+    kind, step = data["kind"], data["step"]
+    if kind not in KINDS:
+        return UnknownEvent(step, kind)
+    values = {key: read(data[key]) for key, read in _READERS[kind].items() if key in data}
+    return KINDS[kind](step=step, **values)
+
+
+def line_of(event: Event) -> str:
+    """Return the event as a line of the record, without its end. What is None is left out."""
+    if isinstance(event, UnknownEvent):
+        return json.dumps({"kind": event.kind, "step": event.step})
+    values = {field.name: getattr(event, field.name) for field in fields(event)}
+    return json.dumps({"kind": event.KIND} | {key: value for key, value in values.items() if value is not None})
+
+
+def _is_sound(count: object) -> bool:
+    return isinstance(count, int | float) and not isinstance(count, bool) and 0 <= count < 2**100
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
+
+
+def _integer(value: object) -> int | None:
+    number = _number(value)
+    if number is None or not math.isfinite(number):
+        return None
+    return value if isinstance(value, int) else int(number)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _numbers(value: object) -> tuple[float, ...] | None:
+    if not isinstance(value, list):
+        return None
+    numbers = map(_number, value)
+    return tuple(math.nan if number is None else number for number in numbers)
+
+
+def _named_numbers(value: object) -> dict[str, float] | None:
+    if not isinstance(value, dict):
+        return None
+    numbers = {name: _number(each) for name, each in value.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+_BY_TYPE: Mapping[Any, Callable[[object], Any]] = {
+    int | None: _integer,
+    float | None: _number,
+    str | None: _text,
+    tuple[float, ...] | None: _numbers,
+    Mapping[str, float] | None: _named_numbers,
+}
+
+
+def _readers(kind: type[KnownEvent]) -> dict[str, Callable[[object], Any]]:
+    hints = get_type_hints(kind)
+    return {field.name: _BY_TYPE[hints[field.name]] for field in fields(kind) if field.name != "step"}
+
+
+_READERS = {name: _readers(kind) for name, kind in KINDS.items()}

@@ -17,6 +17,7 @@ import xxhash
 
 from megatron_style.base.errors import UserError, one_line
 from megatron_style.base.json_text import parse_json
+from megatron_style.base.run_folder import LATEST, RunFolder, checkpoint_name
 from megatron_style.config.model import DEFAULT_OPTIMIZER
 from megatron_style.parallel.sharding import Fragment, Layout
 
@@ -94,17 +95,17 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
 def find_checkpoint(path: Path) -> Path | None:
     if (path / FILE).is_file():
         return path
-    for folder in (path, path / "checkpoints"):
-        latest = folder / "latest"
+    for latest in (path / LATEST, RunFolder(path).latest):
         if latest.is_file():
-            return folder / _name_in(latest)
+            return latest.parent / _name_in(latest)
     return None
 
 
 def _name_in(latest: Path) -> str:
     name = latest.read_text(encoding="utf-8", errors="replace").strip()
     if not is_file_name(name):
-        raise UserError(f"{latest}: holds {name[:60]!r}; the name of a checkpoint such as global_step100 is expected")
+        example = checkpoint_name(100)
+        raise UserError(f"{latest}: holds {name[:60]!r}; the name of a checkpoint such as {example} is expected")
     return name
 
 

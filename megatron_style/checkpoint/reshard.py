@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.checkpoint.manifest import Manifest, open_checkpoint
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig, save_run
@@ -33,7 +34,7 @@ def reshard(path: Path, output: Path, *, tensor: int, data: int) -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / "ds_config.json").write_text(json.dumps(manifest.ds_config, indent=2) + "\n", encoding="utf-8")
     run_ranks(tensor * data, _write_rank, run, folder, manifest)
-    save_run(run, output / "run.yaml")
+    save_run(run, RunFolder(output).run_file)
     tokenizer = tokenizer_of_run(folder.parent.parent, run.data)
     if tokenizer is not None:
         tokenizer.save(output)

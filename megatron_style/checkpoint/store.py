@@ -7,7 +7,6 @@ done; `latest` is moved last. So a kill at any moment leaves the checkpoints bef
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import atomic_file, sync
+from megatron_style.base.run_folder import RunFolder, checkpoint_name, step_of
 from megatron_style.checkpoint.logical import LogicalReader, file_of
 from megatron_style.checkpoint.manifest import (
     FILE,
@@ -48,22 +48,22 @@ from megatron_style.parallel.sharding import Fragment, layouts_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule
 
-_PREFIX, _ASIDE, _REMOVED = "global_step", ".partial", ".removed"
+_ASIDE, _REMOVED = ".partial", ".removed"
 _MOVES = ("output.path:", "deepspeed:")  # where files are; what the ds_config says is compared
-_NAME = re.compile(rf"{_PREFIX}(0|[1-9][0-9]*)")
 
 
 class CheckpointStore:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
         self._run, self._topology = run, topology
-        self._folder = run.output.path / "checkpoints"
+        self._run_folder = RunFolder(run.output.path)
+        self._folder = self._run_folder.checkpoints
         self._damaged: set[int] = set()  # steps whose checkpoints were passed over, and not written anew since
 
     def newest(self) -> Origin | None:
         """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
         steps = sorted(self._steps(), reverse=True)
         for step in steps:
-            folder = self._folder / f"{_PREFIX}{step}"
+            folder = self._run_folder.checkpoint(step)
             problem = self._problem_with(folder)
             if problem is None:
                 manifest = read_manifest(folder)
@@ -132,8 +132,8 @@ class CheckpointStore:
             ) from error
 
     def _save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
-        name = f"{_PREFIX}{progress.step}"
-        aside = self._folder / (name + _ASIDE)
+        folder = self._run_folder.checkpoint(progress.step)
+        aside = folder.with_name(folder.name + _ASIDE)
         if self._topology.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
@@ -149,10 +149,10 @@ class CheckpointStore:
             manifest.write(aside)
             sync(aside / FILE)
             sync(aside)
-            if (self._folder / name).exists():  # of a run that was set back by hand
-                self._remove(self._folder / name)
-            aside.rename(self._folder / name)
-            self._point_to(name)
+            if folder.exists():  # of a run that was set back by hand
+                self._remove(folder)
+            aside.rename(folder)
+            self._point_to(folder.name)
             self._prune(progress.step, sound=progress.sound)
         dist.barrier()
 
@@ -173,7 +173,7 @@ class CheckpointStore:
 
     def _what_stays(self) -> str:
         """Say which checkpoint the run can resume from."""
-        steps = self._steps_here()
+        steps = self._run_folder.steps()
         return f"the checkpoint of step {steps[-1]} is unchanged" if steps else "no checkpoint has been written before"
 
     def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class CheckpointStore:
         problem = None
         try:
             manifest = read_manifest(folder)
-            if folder.name != f"{_PREFIX}{manifest.step}":
+            if folder.name != checkpoint_name(manifest.step):
                 raise Damaged(f"its manifest is of step {manifest.step}")
             files = sorted(manifest.files.items())
             for name, (size, digest) in files[dist.get_rank() :: dist.get_world_size()]:
@@ -229,16 +229,11 @@ class CheckpointStore:
 
     def _steps(self) -> list[int]:
         """Rank 0 looks, so that all ranks see the same."""
-        found: list[int] = gather_json(self._steps_here() if self._topology.is_first else [])[0]
+        found: list[int] = gather_json(self._run_folder.steps() if self._topology.is_first else [])[0]
         return found
 
-    def _steps_here(self) -> list[int]:
-        """Return the steps of the folders that are named like a checkpoint; what else lies there is left alone."""
-        names = (_NAME.fullmatch(path.name) for path in self._folder.glob(f"{_PREFIX}*"))
-        return sorted(int(name[1]) for name in names if name)
-
     def _point_to(self, name: str) -> None:
-        with atomic_file(self._folder / "latest") as new:
+        with atomic_file(self._run_folder.latest) as new:
             new.write_text(name, encoding="utf-8")
             sync(new)
         sync(self._folder)
@@ -248,14 +243,14 @@ class CheckpointStore:
         was finite then or later. Damaged ones do not count, so the one just written is always among them; they are
         removed when a newer one is complete."""
         self._damaged.discard(written)
-        for step in sorted(step for step in self._damaged & {*self._steps_here()} if step < written):
-            self._remove(self._folder / f"{_PREFIX}{step}")
+        for step in sorted(step for step in self._damaged & {*self._run_folder.steps()} if step < written):
+            self._remove(self._run_folder.checkpoint(step))
         forever = self._run.output.keep_every
-        steps = [step for step in self._steps_here() if step not in self._damaged]
+        steps = [step for step in self._run_folder.steps() if step not in self._damaged]
         newest_sound = max((step for step in steps if step <= sound), default=None)
         for step in steps[: -self._run.output.keep_last]:
             if step != newest_sound and (forever is None or step % forever):
-                self._remove(self._folder / f"{_PREFIX}{step}")
+                self._remove(self._run_folder.checkpoint(step))
 
     def _remove(self, folder: Path) -> None:
         removed = folder.with_name(folder.name + _REMOVED)
@@ -264,9 +259,9 @@ class CheckpointStore:
 
     def _sweep(self) -> None:
         """Remove what earlier saves left behind. Not during a save: it would remove what is being written."""
-        for step in self._folder.glob(f"{_PREFIX}*"):
-            if step.name.endswith((_ASIDE, _REMOVED)) and _NAME.fullmatch(step.stem):
-                shutil.rmtree(step)
+        for path in self._folder.iterdir():
+            if path.suffix in (_ASIDE, _REMOVED) and step_of(path.stem) is not None:
+                shutil.rmtree(path)
 
     def _write_caches(self, folder: Path, caches: Sequence[Memory]) -> None:
         """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""

@@ -11,6 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import DataConfig
 from megatron_style.data.store import BLOCK, TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
@@ -64,7 +65,7 @@ def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
     """Keep a copy in the run's folder, whatever becomes of the corpus. Another one than before is refused."""
     if corpus.tokenizer is None:
         return
-    if (kept := tokenizer_beside(folder / "run.yaml")) is None:
+    if (kept := tokenizer_beside(RunFolder(folder).run_file)) is None:
         corpus.tokenizer.save(folder)
     elif kept.digest != corpus.tokenizer.digest:
         raise UserError(
@@ -75,7 +76,7 @@ def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
 
 def tokenizer_of_run(folder: Path, data: DataConfig) -> Tokenizer | None:
     """Return the copy that the run has kept, or the one that its corpus has now."""
-    return tokenizer_beside(folder / "run.yaml") or tokenizer_beside(data.train)
+    return tokenizer_beside(RunFolder(folder).run_file) or tokenizer_beside(data.train)
 
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:

@@ -36,6 +36,15 @@ from megatron_style.parallel.topology import Axis, Topology
 
 
 @dataclass(frozen=True)
+class LossShare:
+    """One data-parallel rank's share of a step's losses. They stay on the device, so that nobody waits for a loss that
+    is not shown."""
+
+    nll: Tensor  # summed over the ranks, it is the mean over all target tokens of the step
+    auxiliary: Mapping[str, Tensor]  # further losses by name, each the mean over this rank's micro-batches
+
+
+@dataclass(frozen=True)
 class Update:
     learning_rate: float
     grad_norm: Tensor | float  # before clipping; on the device, so that nobody waits for a norm that is not shown

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.run_folder import checkpoint_name
 from megatron_style.checkpoint.logical import is_plain
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
 from megatron_style.config.model import ModelFolderConfig, Positions
@@ -91,7 +92,7 @@ def _path_inside(file: str) -> str:
 
 def write(folder: Path, source: ModelSource) -> None:
     """`latest_universal` lies in the folder, not beside it, so that all of it appears at once."""
-    inner, step = folder / f"global_step{source.config.step}", None
+    inner, step = folder / checkpoint_name(source.config.step), None
     for name, layout in parameters_of(source.config).items():
         step = _write_parameter(inner / "zero" / name, source, name, _cut(name, layout))
     torch.save(_optimizer(step), inner / "zero" / "optimizer_state.pt")

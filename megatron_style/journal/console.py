@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_style.base.command import log
-from megatron_style.base.events import Event
+from megatron_style.base.events import TrainEvent
 from megatron_style.base.units import with_prefix
 
 _REDRAW_SECONDS = 0.2
@@ -20,7 +20,7 @@ _GAUGE = 20  # characters
 class Standing:
     """A `train` event as it is recorded, and what only people want to know beside it."""
 
-    event: Event
+    event: TrainEvent
     total_steps: int
     stages: int
     share_done: float  # of the run's FLOPs
@@ -31,25 +31,25 @@ class Standing:
     def line(self) -> str:
         event = self.event
         return (
-            f"step {event['step']}/{self.total_steps}, stage {event['stage'] + 1}/{self.stages}: "
-            f"loss {event['loss']:.4f}, gradient norm {event['grad_norm']:.3f}, "
-            f"learning rate {event['learning_rate']:.3g}, {event['tokens']:,} tokens, "
-            f"{event['tokens_per_second']:,.0f} tokens/s, {self._speed}, {self._memory}, {self._left} left{self.note}"
+            f"step {event.step}/{self.total_steps}, stage {_known(event.stage) + 1}/{self.stages}: "
+            f"loss {event.loss:.4f}, gradient norm {event.grad_norm:.3f}, "
+            f"learning rate {event.learning_rate:.3g}, {event.tokens:,} tokens, "
+            f"{event.tokens_per_second:,.0f} tokens/s, {self._speed}, {self._memory}, {self._left} left{self.note}"
         )
 
     def bar(self, step: int, width: int) -> str:
         """After a later step, too. Facts that find no room are left out, the last first."""
         event, filled = self.event, int(self.share_done * _GAUGE)
         facts = (
-            f"stage {event['stage'] + 1}/{self.stages}  step {step}/{self.total_steps}",
+            f"stage {_known(event.stage) + 1}/{self.stages}  step {step}/{self.total_steps}",
             f"[{'#' * filled}{'.' * (_GAUGE - filled)}] {self.share_done:.0%}",
             f"{self._left} left",
-            f"loss {event['loss']:.4f}",
-            f"lr {event['learning_rate']:.3g}",
-            f"{event['tokens_per_second']:,.0f} tokens/s",
+            f"loss {event.loss:.4f}",
+            f"lr {event.learning_rate:.3g}",
+            f"{event.tokens_per_second:,.0f} tokens/s",
             self._speed,
             self._memory,
-            f"{event['tokens']:,} tokens",
+            f"{event.tokens:,} tokens",
         )
         text = facts[0]
         for fact in facts[1:]:
@@ -61,11 +61,11 @@ class Standing:
     @property
     def _speed(self) -> str:
         used = "" if self.peak_share is None else f" ({self.peak_share:.0%} of peak)"
-        return f"{with_prefix(self.event['flops_per_second'])}FLOP/s{used}"
+        return f"{with_prefix(_known(self.event.flops_per_second))}FLOP/s{used}"
 
     @property
     def _memory(self) -> str:
-        return f"{self.event['memory_bytes'] / 2**30:.2f} GiB"
+        return f"{_known(self.event.memory_bytes) / 2**30:.2f} GiB"
 
     @property
     def _left(self) -> str:
@@ -88,7 +88,7 @@ class Console:
             return
         self._standing = standing
         self._stream.keep(standing.line() + "\n")
-        self._draw(standing.event["step"])
+        self._draw(standing.event.step)
 
     def after(self, step: int) -> None:
         """Between two lines only the bar's step moves."""
@@ -104,3 +104,8 @@ class Console:
         width: int = self._stream.width
         bar = self._standing.bar(step, width) if self._standing else f"step {step}/{self._total_steps}"[: width - 1]
         self._stream.draw(bar)
+
+
+def _known(value: float | None) -> float:
+    assert value is not None, "only events that this version has recorded are shown, and they have every figure"
+    return value

@@ -4,18 +4,25 @@ writes; the others only help to sum the loss."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
 
 from megatron_style.base.command import log
-from megatron_style.base.events import Event
+from megatron_style.base.events import (
+    Event,
+    SampleEvent,
+    SpikeEvent,
+    StageEndEvent,
+    StageEvent,
+    TrainEvent,
+    ValidEvent,
+)
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
-from megatron_style.engine.engine import TrainingEngine, Update
+from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.engine.memory import forget_peak, peak_bytes
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, Standing
@@ -26,6 +33,14 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
 _NEWEST_SHARE = 0.3  # of the newest line in the speed that the time left is told by
+
+
+class _Figures(NamedTuple):
+    """The figures of a step that are read from the device."""
+
+    loss: float
+    grad_norm: float
+    auxiliary: dict[str, float]
 
 
 class Journal:
@@ -46,23 +61,24 @@ class Journal:
 
     def _open(self, run: RunConfig, first_step: int) -> None:
         """Figures that are carried on come from the last line, which every step that saves has."""
-        folder = run.output.path
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(run.output.path)
+        folder.path.mkdir(parents=True, exist_ok=True)
         if first_step:
-            keep_older(folder / "run.yaml", run, first_step)
-        save_run(run, folder / "run.yaml")
-        self._metrics = MetricsFile(folder / "metrics.jsonl", last_step=first_step)
+            keep_older(folder.run_file, run, first_step)
+        save_run(run, folder.run_file)
+        self._metrics = MetricsFile(folder.metrics, last_step=first_step)
         if last := self._metrics.last:  # perhaps of a version that recorded less
-            self._skipped, self._stage_seconds = last.get("skipped", 0), last.get("stage_seconds", 0.0)
-            self._totals = self._totals.plus(0, 0, last.get("seconds", 0.0))
+            self._skipped = last.skipped or 0
+            self._stage_seconds = last.stage_seconds or 0.0
+            self._totals = self._totals.plus(0, 0, last.seconds or 0.0)
         ds_config = read_ds_config(run.deepspeed)
         texts = {
-            "run/config": code_block((folder / "run.yaml").read_text(encoding="utf-8"), "yaml"),
+            "run/config": code_block(folder.run_file.read_text(encoding="utf-8"), "yaml"),
             "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
         }
         ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
         settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = Board(folder / "tensorboard", settings, texts, self._metrics)
+        self._board = Board(folder.tensorboard, settings, texts, self._metrics)
         self._console = Console(self._schedule.total_steps)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
@@ -74,33 +90,59 @@ class Journal:
         """Counted to the stage's first step, so that a run resumed right before it records it once."""
         self._stage_seconds = 0.0
         stage, totals = plan.stage, self._totals
-        self._record("stage", plan.step + 1, index=stage.index, segment_length=stage.segment_length,
-                     cache_length=stage.cache_length, rows=stage.rows, micro_rows=stage.micro_rows,
-                     tokens=totals.tokens, seconds=totals.seconds, flops=totals.flops,
-                     flops_per_token=self._work.per_token[stage.index], opens=str(stage))  # fmt: skip
+        self._record(
+            StageEvent(
+                step=plan.step + 1,
+                index=stage.index,
+                segment_length=stage.segment_length,
+                cache_length=stage.cache_length,
+                rows=stage.rows,
+                micro_rows=stage.micro_rows,
+                tokens=totals.tokens,
+                seconds=totals.seconds,
+                flops=totals.flops,
+                flops_per_token=self._work.per_token[stage.index],
+                opens=str(stage),
+            )
+        )
         self._say(f"step {plan.step}: {stage}")
 
     def stage_closes(self, plan: StepPlan) -> None:
         """Tokens and time of the stage, over all ranks and resumptions."""
         first, done = self._schedule.first_step_of(plan.stage), plan.step + 1
         tokens, seconds = self._totals.tokens - self._schedule.tokens_before(first), self._stage_seconds
-        self._record("stage_end", done, index=plan.stage.index, tokens=self._totals.tokens, stage_tokens=tokens,
-                     stage_seconds=seconds)  # fmt: skip
+        self._record(
+            StageEndEvent(
+                step=done,
+                index=plan.stage.index,
+                tokens=self._totals.tokens,
+                stage_tokens=tokens,
+                stage_seconds=seconds,
+            )
+        )
         self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
 
-    def step(self, plan: StepPlan, loss: Tensor, update: Update, seconds: float, *, show: bool) -> None:
-        """Called after every step by all ranks; `loss` is this rank's share. Only some are shown, and all that were
-        skipped: in between the loss is not even summed, so that nobody waits for it."""
+    def step(self, plan: StepPlan, loss: LossShare, update: Update, seconds: float, *, show: bool) -> None:
+        """Called after every step by all ranks. Only some are shown, and all that were skipped: in between the loss is
+        not even summed, so that nobody waits for it."""
         flops = plan.tokens * self._work.per_token[plan.stage.index]
         self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
         self._stage_seconds += seconds
         if show or not update.applied:
-            mean, norm = self._read(loss, update)
-            if update.spike is not None:
-                self._record("spike", plan.step + 1, tokens=self._totals.tokens, **asdict(update.spike))
+            figures = self._read(loss, update)
+            if spike := update.spike:
+                self._record(
+                    SpikeEvent(
+                        step=plan.step + 1,
+                        tokens=self._totals.tokens,
+                        loss=spike.loss,
+                        median=spike.median,
+                        action=spike.action,
+                    )
+                )
             if self._writes:
-                self._show(plan, mean, norm, update)
+                self._show(plan, figures, update)
         elif self._writes:
             self._console.after(plan.step + 1)
 
@@ -111,31 +153,54 @@ class Journal:
 
     def held_out(self, step: int, found: HeldOut) -> None:
         totals = self._totals
-        self._record("valid", step, loss=found.loss, perplexity=found.perplexity, tokens=totals.tokens,
-                     seconds=totals.seconds, flops=totals.flops, by_position=list(found.by_position),
-                     text_digest=found.text_digest)  # fmt: skip
+        self._record(
+            ValidEvent(
+                step=step,
+                loss=found.loss,
+                perplexity=found.perplexity,
+                tokens=totals.tokens,
+                seconds=totals.seconds,
+                flops=totals.flops,
+                by_position=tuple(found.by_position),
+                text_digest=found.text_digest,
+            )
+        )
         if found.text:
-            self._record("sample", step, tokens=totals.tokens, prompt=found.prompt, text=found.text)
+            self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
 
-    def _read(self, loss: Tensor, update: Update) -> tuple[float, float]:
-        """Return the loss over all ranks and the gradient norm, in one wait for the device."""
-        norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.device)
-        mean, norm = torch.stack([self._topology.data.sum(loss).double(), norm]).tolist()
-        return mean, norm
+    def _read(self, loss: LossShare, update: Update) -> _Figures:
+        """Return the losses over all ranks and the gradient norm, in one wait for the device."""
+        data = self._topology.data
+        norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
+        further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
+        values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
+        mean, grad_norm, *auxiliary = torch.stack(values).tolist()
+        return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
 
-    def _show(self, plan: StepPlan, loss: float, grad_norm: float, update: Update) -> None:
+    def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals, device = self._totals, self._engine.device
         lately, self._shown = totals.since(self._shown), totals
         memory = peak_bytes(device)
         forget_peak(device)
-        event = self._record(
-            "train", plan.step + 1, stage=plan.stage.index, loss=loss, grad_norm=grad_norm,
-            learning_rate=update.learning_rate, skipped=self._skipped, tokens=totals.tokens,
-            tokens_per_second=lately.tokens / lately.seconds, stage_seconds=self._stage_seconds,
-            seconds=totals.seconds, flops=totals.flops, flops_per_second=lately.flops / lately.seconds,
+        speed = lately.flops / lately.seconds
+        event = TrainEvent(
+            step=plan.step + 1,
+            stage=plan.stage.index,
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
+            learning_rate=update.learning_rate,
+            skipped=self._skipped,
+            tokens=totals.tokens,
+            tokens_per_second=lately.tokens / lately.seconds,
+            stage_seconds=self._stage_seconds,
+            seconds=totals.seconds,
+            flops=totals.flops,
+            flops_per_second=speed,
             memory_bytes=memory,
-        )  # fmt: skip
+            auxiliary=figures.auxiliary or None,
+        )
+        self._record(event)
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
         self._console.show(
@@ -145,7 +210,7 @@ class Journal:
                 stages=len(self._schedule.stages),
                 share_done=totals.flops / self._all_flops,
                 seconds_left=self._seconds_left(lately),
-                peak_share=self._peak and event["flops_per_second"] / self._peak,
+                peak_share=self._peak and speed / self._peak,
                 note=note,
             )
         )
@@ -161,13 +226,11 @@ class Journal:
         if self._writes:
             log(line)
 
-    def _record(self, kind: str, step: int, **values: float | int | str | list[float]) -> Event:
-        event: Event = {"kind": kind, "step": step, **values}
+    def _record(self, event: Event) -> None:
         if self._writes:
             self._metrics.write(event)
             self._board.add(event)
             self._engine.tell_monitors(scalars_of(event))
-        return event
 
     def __enter__(self) -> Self:
         return self

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_style.base.events import Event
-from megatron_style.base.json_text import parse_json
-
-_COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # which a resumed run continues
+from megatron_style.base.events import Event, TrainEvent, line_of, parse_event
 
 
 class MetricsFile:
@@ -22,14 +18,14 @@ class MetricsFile:
     def __init__(self, path: Path, *, last_step: int) -> None:
         """Drop what was written after `last_step`: those steps will be done again."""
         self._path = path
-        self.last: Event | None = None  # the last `train` event that is kept
+        self.last: TrainEvent | None = None  # the last that is kept
         if path.exists():
             os.truncate(path, self._end_of(last_step))
         self._file = path.open("ab", buffering=0)
 
     def write(self, event: Event) -> None:
         end = self._file.seek(0, os.SEEK_END)
-        line = json.dumps(event).encode() + b"\n"
+        line = line_of(event).encode() + b"\n"
         try:
             while line:  # a disk that is almost full takes a part
                 line = line[self._file.write(line) :]
@@ -57,10 +53,10 @@ class MetricsFile:
             return kept
         for end, line in _lines_backwards(self._path):
             event = _event(line)
-            if event is None or event["step"] > last_step:
+            if event is None or event.step > last_step:
                 continue
             kept = max(kept, end)
-            if event["kind"] == "train":
+            if isinstance(event, TrainEvent):
                 self.last = event
                 break
         return kept
@@ -79,12 +75,5 @@ def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _event(line: bytes) -> Event | None:
-    """The last line of a killed run may be torn, or full of zeros."""
-    try:
-        event = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("kind"), str) or type(event.get("step")) is not int:
-        return None
-    counts = (event[key] for key in _COUNTS if key in event)
-    return event if all(type(count) in (int, float) and 0 <= count < 2**100 for count in counts) else None
+    """Return the event of a line; None if it is torn or full of zeros, as the last line of a killed run may be."""
+    return parse_event(line, needs_sound_counts=True)

@@ -25,15 +25,24 @@ from torch.utils.tensorboard.summary import hparams, text
 from torch.utils.tensorboard.writer import FileWriter
 
 from megatron_style.base.errors import harmless
-from megatron_style.base.events import Event
+from megatron_style.base.events import (
+    Event,
+    SampleEvent,
+    SpikeEvent,
+    StageEndEvent,
+    StageEvent,
+    TrainEvent,
+    UnknownEvent,
+    ValidEvent,
+)
 from megatron_style.base.files import write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.journal.metrics_file import MetricsFile
 
 _MARK, _FILES = "complete.json", "events.out.tfevents.*"
 
-_TAGS = {
-    "train": {
+_TAGS: Mapping[type[Event], Mapping[str, str]] = {
+    TrainEvent: {
         "loss": "train/loss",
         "tokens": "train/tokens",
         "grad_norm": "optimizer/grad_norm",
@@ -47,8 +56,12 @@ _TAGS = {
         "flops": "speed/flops",
         "memory_bytes": "memory/peak_bytes",
     },
-    "spike": {"loss": "spike/loss", "median": "spike/median"},
-    "valid": {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+    SpikeEvent: {"loss": "spike/loss", "median": "spike/median"},
+    ValidEvent: {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+    StageEvent: {},
+    StageEndEvent: {},
+    SampleEvent: {},
+    UnknownEvent: {},
 }
 _SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token")  # of a stage, shown all through it
 _COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # beside the settings, in the HPARAMS tab
@@ -59,15 +72,15 @@ class Board:
         self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], recorded: MetricsFile
     ) -> None:
         """`settings` are compared between runs, `texts` are shown; `recorded` is what earlier launches have done."""
-        last = recorded.last or {}
+        last = recorded.last
         self._folder = folder
-        self._seconds = float(last.get("seconds", 0.0))
+        self._seconds = last.seconds or 0.0 if last else 0.0
         experiment, start, self._end = hparams(flat(settings), dict.fromkeys(_COMPARED))
         mark = _read_mark(folder, digest=_digest(texts))
-        if mark is not None and last and mark.step >= last["step"]:
+        if mark is not None and last and last.tokens is not None and mark.step >= last.step:
             self._mark = mark
-            self._by_step = _writer(folder, purge_from=last["step"] + 1)
-            self._by_tokens = _writer(folder / "by_tokens", purge_from=last["tokens"] + 1)
+            self._by_step = _writer(folder, purge_from=last.step + 1)
+            self._by_tokens = _writer(folder / "by_tokens", purge_from=last.tokens + 1)
             return
         self._mark = _Mark(0, time.time() - self._seconds, {}, _digest(texts))
         self._by_step, self._by_tokens = (_writer(_emptied(place)) for place in (folder, folder / "by_tokens"))
@@ -86,18 +99,20 @@ class Board:
         write_atomic(self._folder / _MARK, json.dumps(asdict(self._mark)))
 
     def add(self, event: Event) -> None:
-        self._seconds = event.get("seconds", self._seconds)
+        if isinstance(event, StageEvent | TrainEvent | ValidEvent) and event.seconds is not None:
+            self._seconds = event.seconds
         when = self._mark.began + self._seconds
-        if event["kind"] == "stage":
-            shape = {f"stage/{key}": event[key] for key in _SHAPE if key in event}
-            self._mark = replace(self._mark, shape=shape)
-            self._by_step.add_summary(text("stage/opens", event.get("opens", "")), event["step"], when)
-        if event["kind"] == "sample":
-            self._by_step.add_summary(text("valid/sample", _quoted(event)), event["step"], when)
-        if points := scalars_of(event) | (self._mark.shape if event["kind"] == "train" else {}):
+        if isinstance(event, StageEvent):
+            self._mark = replace(self._mark, shape=_points(event, {key: f"stage/{key}" for key in _SHAPE}))
+            self._by_step.add_summary(text("stage/opens", event.opens or ""), event.step, when)
+        if isinstance(event, SampleEvent):
+            self._by_step.add_summary(text("valid/sample", _quoted(event)), event.step, when)
+        if isinstance(event, TrainEvent | ValidEvent | SpikeEvent):
+            points = scalars_of(event) | (self._mark.shape if isinstance(event, TrainEvent) else {})
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()])
-            self._by_step.add_summary(summary, event["step"], when)
-            self._by_tokens.add_summary(summary, event["tokens"], when)
+            self._by_step.add_summary(summary, event.step, when)
+            if event.tokens is not None:
+                self._by_tokens.add_summary(summary, event.tokens, when)
 
     def close(self, *, finished: bool) -> None:
         """A run that will go on has not ended its session."""
@@ -148,11 +163,20 @@ def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """The points of an event, by tag. Runs of older versions recorded fewer."""
-    found = {tag: float(event[key]) for key, tag in _TAGS.get(event["kind"], {}).items() if key in event}
-    for band, loss in enumerate(event.get("by_position", ()), start=1):
-        found[f"valid_by_position/{band:02d}"] = loss
+    """Return the points of an event, by tag. Runs of older versions recorded fewer."""
+    found = _points(event, _TAGS[type(event)])
+    if isinstance(event, TrainEvent):
+        found |= {f"train/auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
+    if isinstance(event, ValidEvent):
+        bands = enumerate(event.by_position or (), start=1)
+        found |= {f"valid_by_position/{band:02d}": loss for band, loss in bands}
     return found
+
+
+def _points(event: Event, tags: Mapping[str, str]) -> dict[str, float]:
+    """Return the values of these fields by tag, without those that were not recorded."""
+    values = {tag: getattr(event, key) for key, tag in tags.items()}
+    return {tag: float(value) for tag, value in values.items() if value is not None}
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -176,6 +200,6 @@ def code_block(content: str, language: str) -> str:
     return f"{fence}{language}\n{harmless(content).rstrip()}\n{fence}"
 
 
-def _quoted(event: Event) -> str:
+def _quoted(event: SampleEvent) -> str:
     """As code: what a model writes may look like Markdown."""
-    return f"{code_block(event['prompt'], '')}\n\ngoes on:\n\n{code_block(event['text'], '')}"
+    return f"{code_block(event.prompt or '', '')}\n\ngoes on:\n\n{code_block(event.text or '', '')}"

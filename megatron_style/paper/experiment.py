@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig
 from megatron_style.paper.corpus import Source, check_test_split, corpus_of, find_source, held_out
 from megatron_style.paper.measures import Evaluation, Figures, Findings, Measured, RunResult, Subject, Table
@@ -49,7 +50,7 @@ class Experiment:
         return run_config(spec, self.scale, self.corpus, self.folder(spec))
 
     def is_finished(self, spec: RunSpec) -> bool:
-        return (self.folder(spec) / "model" / "model.safetensors").is_file()
+        return (RunFolder(self.folder(spec)).model / "model.safetensors").is_file()
 
     def evaluation_file(self, spec: RunSpec, evaluation: Evaluation) -> Path:
         return self.folder(spec) / "evaluations" / f"{evaluation.name}.json"

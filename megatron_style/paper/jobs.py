@@ -22,6 +22,7 @@ from pathlib import Path
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, save_run
 from megatron_style.data.store import store_files
 from megatron_style.data.text import file_digest
@@ -186,7 +187,7 @@ def train_command(run: RunConfig, processes: int) -> tuple[str, ...]:
 
 
 def run_file(run: RunConfig) -> Path:
-    return run.output.path / "run.yaml"
+    return RunFolder(run.output.path).run_file
 
 
 def write_run_files(experiment: Experiment, specs: Sequence[RunSpec]) -> None:
@@ -262,9 +263,10 @@ def protocol_flags(experiment: Experiment, spec: RunSpec, evaluation: Evaluation
 def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> Job | None:
     """None: it has been done, of this very model and text."""
     folder, data = experiment.folder(spec), experiment.scored(evaluation)
+    model = RunFolder(folder).model
     flags = protocol_flags(experiment, spec, evaluation)
     inputs = {
-        "model": file_digest(folder / "model" / "model.safetensors"),
+        "model": file_digest(model / "model.safetensors"),
         "data": file_digest(store_files(data)[0]),
         "flags": list(flags),
     }
@@ -279,6 +281,6 @@ def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluatio
         write_atomic(said, json.dumps({"inputs": inputs, "result": result}, indent=1) + "\n")
         said.replace(path)
 
-    command = (sys.executable, "-m", "megatron_style.evaluate", str(folder / "model"), "--data", str(data), "--json")
+    command = (sys.executable, "-m", "megatron_style.evaluate", str(model), "--data", str(data), "--json")
     title = f"evaluate {folder.name}: {evaluation.name}"
     return Job(title, (*command, *flags), folder / "evaluate.log", said, after=keep)

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_style.base.events import Event, read_events
+from megatron_style.base.events import Event, SampleEvent, TrainEvent, ValidEvent, line_of, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
+from megatron_style.base.run_folder import RUN_FILE, RunFolder
 from megatron_style.data.store import open_store
 from megatron_style.model.shape import count_parameters
 from megatron_style.paper.claims import Claim, Outcome, claims_of
@@ -27,7 +28,7 @@ from megatron_style.paper.sharing import TAKEN
 from megatron_style.paper.tables import BASELINE
 
 _MOST_LINES = 60  # of training, kept of a run
-_KEPT = ("run.yaml", ORIGIN, TAKEN)
+_KEPT = (RUN_FILE, ORIGIN, TAKEN)
 
 
 @dataclass(frozen=True)
@@ -173,20 +174,21 @@ def _keep(run: Path, target: Path) -> None:
             shutil.copy(run / name, target / name)
     for file in sorted((run / "evaluations").glob("*.json")):
         shutil.copy(file, target / "evaluations" / file.name)
-    lines = "".join(json.dumps(event) + "\n" for event in thinned(read_events(run / "metrics.jsonl")))
-    (target / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    lines = "".join(line_of(event) + "\n" for event in thinned(read_events(RunFolder(run).metrics)))
+    RunFolder(target).metrics.write_text(lines, encoding="utf-8")
 
 
 def thinned(events: Sequence[Event]) -> list[Event]:
     """Without samples and losses by position, and of training only some lines: the last one has all totals."""
-    trained = [event for event in events if event["kind"] == "train"]
+    trained = [event.step for event in events if isinstance(event, TrainEvent)]
     every = -(-len(trained) // _MOST_LINES)
-    kept = {event["step"] for event in trained[::-1][:: every or 1]}
-    return [
-        {key: value for key, value in event.items() if key != "by_position"}
-        for event in events
-        if event["kind"] not in ("sample", "train") or (event["kind"] == "train" and event["step"] in kept)
-    ]
+    kept = {*trained[::-1][:: every or 1]}
+    found: list[Event] = []
+    for event in events:
+        if isinstance(event, SampleEvent) or (isinstance(event, TrainEvent) and event.step not in kept):
+            continue
+        found.append(replace(event, by_position=None) if isinstance(event, ValidEvent) else event)
+    return found
 
 
 def _page(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> str:
@@ -228,7 +230,7 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
 def _run_line(folder: Path) -> str:
     taken = _read(folder / TAKEN)
     begun = f"{taken['run']}, step {taken['step']}" if taken else "nothing"
-    link = f"[{folder.name}](results/runs/{folder.name}/metrics.jsonl)"
+    link = f"[{folder.name}](results/runs/{folder.name}/{RunFolder(folder).metrics.name})"
     return f"| {link} | {_read(folder / ORIGIN).get('commit')} | {begun} |"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig
 from megatron_style.config.shipped import shipped_file
 from megatron_style.config.yaml_file import read_yaml
@@ -73,7 +74,7 @@ def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, fold
     if not scale.is_paper:
         assert corpus.vocab_size is not None
         data["model"]["vocabulary"]["cutoffs"] = _cutoffs(corpus.vocab_size)
-    return RunConfig.parse(data, source=str(folder / "run.yaml"))
+    return RunConfig.parse(data, source=str(RunFolder(folder).run_file))
 
 
 def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:

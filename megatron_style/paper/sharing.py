@@ -7,16 +7,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from megatron_style.base.events import read_events
+from megatron_style.base.events import StageEvent, TrainEvent, line_of, read_events
 from megatron_style.base.files import atomic_folder, write_atomic
+from megatron_style.base.run_folder import LATEST, RunFolder
 from megatron_style.config.run import RunConfig
 
 TAKEN = "taken_over.json"
-_CARRIED = ("train", "stage")  # validations are by the protocol of the run's own last stage
+_CARRIED = TrainEvent | StageEvent  # validations are by the protocol of the run's own last stage
 
 
 def begins_like(taker: RunConfig, donor: RunConfig) -> bool:
@@ -33,30 +33,30 @@ def begins_like(taker: RunConfig, donor: RunConfig) -> bool:
 
 def checkpoint_for(taker: RunConfig, donor: RunConfig) -> Path | None:
     """The donor's checkpoint at the end of the taker's first stage, if it is there."""
-    folder = donor.output.path / "checkpoints" / f"global_step{taker.stages[0].steps}"
-    return folder if begins_like(taker, donor) and (folder / "manifest.json").is_file() else None
+    steps = taker.stages[0].steps
+    if steps is None or not begins_like(taker, donor):
+        return None
+    folder = RunFolder(donor.output.path).checkpoint(steps)
+    return folder if (folder / "manifest.json").is_file() else None
 
 
 def take_over(taker: RunConfig, donors: Iterable[RunConfig]) -> Path | None:
     """Begin where a donor's first stage ended, if there is one. A run that has begun itself goes its own way."""
-    begun = taker.output.path / "checkpoints"
+    mine = RunFolder(taker.output.path)
     found = next((folder for donor in donors if (folder := checkpoint_for(taker, donor))), None)
-    if found is None or begun.exists():
+    if found is None or mine.checkpoints.exists():
         return None
     donor, steps = found.parents[1], taker.stages[0].steps
     assert steps is not None
-    lines = (json.dumps(event) for event in read_events(donor / "metrics.jsonl") if _is_carried(event, steps))
-    taker.output.path.mkdir(parents=True, exist_ok=True)
-    write_atomic(taker.output.path / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
-    write_atomic(taker.output.path / TAKEN, json.dumps({"run": donor.name, "step": steps}) + "\n")
-    with atomic_folder(begun) as folder:  # last: from here on it has begun
+    events = read_events(RunFolder(donor).metrics)
+    carried = (event for event in events if isinstance(event, _CARRIED) and event.step <= steps)
+    mine.path.mkdir(parents=True, exist_ok=True)
+    write_atomic(mine.metrics, "".join(f"{line_of(event)}\n" for event in carried))
+    write_atomic(mine.path / TAKEN, json.dumps({"run": donor.name, "step": steps}) + "\n")
+    with atomic_folder(mine.checkpoints) as folder:  # last: from here on it has begun
         shutil.copytree(found, folder / found.name, copy_function=_link)
-        (folder / "latest").write_text(found.name, encoding="utf-8")
+        (folder / LATEST).write_text(found.name, encoding="utf-8")
     return found
-
-
-def _is_carried(event: Mapping[str, Any], steps: int) -> bool:
-    return event["kind"] in _CARRIED and event["step"] <= steps
 
 
 def _link(source: str, target: str) -> None:

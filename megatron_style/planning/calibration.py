@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.events import Event, read_events
+from megatron_style.base.events import Event, StageEvent, TrainEvent, read_events
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.planning.hardware import Gpu
@@ -19,15 +21,15 @@ from megatron_style.schedule.stages import resolve_stage
 
 def measured_efficiency(folder: Path, gpu: Gpu) -> float:
     """The median over the steps that the run in this folder recorded, on GPUs of this kind."""
-    for name in ("run.yaml", "metrics.jsonl"):
-        if not (folder / name).is_file():
-            raise UserError(f"--calibrate {folder}: no {name} in it; the folder of a run is expected")
-    run, events = load_run(folder / "run.yaml"), read_events(folder / "metrics.jsonl")
-    events = [event for event in events if event["kind"] != "train" or event.get("tokens_per_second")]
-    trained = [event for event in events if event["kind"] == "train"]
-    if not trained:
+    files = RunFolder(folder)
+    for needed in (files.run_file, files.metrics):
+        if not needed.is_file():
+            raise UserError(f"--calibrate {folder}: no {needed.name} in it; the folder of a run is expected")
+    run = load_run(files.run_file)
+    measured = _measured(read_events(files.metrics), stages=len(run.stages))
+    if not measured:
         raise UserError(f"--calibrate {folder}: its run has recorded no training yet; one that has is expected")
-    efficiency = median(_efficiencies(run, events, _setup(run, trained, folder), gpu))
+    efficiency = median(_efficiencies(run, measured, _setup(run, measured, folder), gpu))
     if not 0 < efficiency <= 1:
         raise UserError(
             f"--calibrate {folder}: its steps reach {efficiency:.2g} of the peak of {gpu.name}; "
@@ -36,24 +38,40 @@ def measured_efficiency(folder: Path, gpu: Gpu) -> float:
     return efficiency
 
 
-def _setup(run: RunConfig, trained: Sequence[Event], folder: Path) -> Setup:
+class _Measured(NamedTuple):
+    stage: int
+    tokens_per_step: float  # over all steps so far
+    tokens_per_second: float
+
+
+def _measured(events: Sequence[Event], *, stages: int) -> list[_Measured]:
+    """Return what was recorded of speed. Older runs recorded the stage of a step only when it opened."""
+    found = []
+    index = 0
+    for event in events:
+        if isinstance(event, StageEvent) and event.index is not None:
+            index = event.index
+        if isinstance(event, TrainEvent) and event.step > 0 and event.tokens and event.tokens_per_second:
+            stage = index if event.stage is None else event.stage
+            if 0 <= stage < stages:
+                found.append(_Measured(stage, event.tokens / event.step, event.tokens_per_second))
+    return found
+
+
+def _setup(run: RunConfig, measured: Sequence[_Measured], folder: Path) -> Setup:
     """The record does not say how many ranks there were, but how many tokens each step has had."""
     try:
         text = text_facts(run)
     except UserError as error:
         raise UserError(f"--calibrate {folder}: {error}") from None
-    ranks = max(1, round(trained[-1]["tokens"] / trained[-1]["step"] / run.data.tokens_per_batch))
+    ranks = max(1, round(measured[-1].tokens_per_step / run.data.tokens_per_batch))
     return setup_of(run, text, sharding_of(run, read_ds_file(run.deepspeed)), gpus=ranks * run.parallel.tensor)
 
 
-def _efficiencies(run: RunConfig, events: Sequence[Event], setup: Setup, gpu: Gpu) -> Iterator[float]:
+def _efficiencies(run: RunConfig, measured: Sequence[_Measured], setup: Setup, gpu: Gpu) -> Iterator[float]:
     times = [estimate_time(setup, resolve_stage(run, index), Machine(gpu, 1.0)) for index in range(len(run.stages))]
-    index = 0
-    for event in events:
-        if event["kind"] == "stage":
-            index = event.get("index", index)
-        if event["kind"] == "train":
-            time = times[event.get("stage", index)]
-            seconds = run.data.tokens_per_batch * setup.data / event["tokens_per_second"]
-            other = time.update + time.tensor + (0 if setup.sharding.reduces_in_backward else time.data)
-            yield time.compute / (seconds - other if seconds > other else seconds)
+    for each in measured:
+        time = times[each.stage]
+        seconds = run.data.tokens_per_batch * setup.data / each.tokens_per_second
+        other = time.update + time.tensor + (0 if setup.sharding.reduces_in_backward else time.data)
+        yield time.compute / (seconds - other if seconds > other else seconds)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.events import Event, read_events
+from megatron_style.base.events import SampleEvent, StageEvent, TrainEvent, ValidEvent, read_events
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
 
@@ -104,7 +105,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
 
 def read_run(name: str, folder: Path) -> RunHistory:
-    metrics, run_file = folder / "metrics.jsonl", folder / "run.yaml"
+    metrics, run_file = RunFolder(folder).metrics, RunFolder(folder).run_file
     for needed in (metrics, run_file):
         if not needed.is_file():
             raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
@@ -114,59 +115,50 @@ def read_run(name: str, folder: Path) -> RunHistory:
         name,
         run_file.read_text(encoding="utf-8"),
         settings,
-        stages=tuple(_stage(event) for event in events if event["kind"] == "stage"),
-        trained=tuple(_trained(event) for event in events if event["kind"] == "train"),
-        held_out=tuple(_held_out(event) for event in events if event["kind"] == "valid"),
-        samples=tuple(_sample(event) for event in events if event["kind"] == "sample"),
+        stages=tuple(_stage(event) for event in events if isinstance(event, StageEvent)),
+        trained=tuple(_trained(event) for event in events if isinstance(event, TrainEvent)),
+        held_out=tuple(_held_out(event) for event in events if isinstance(event, ValidEvent)),
+        samples=tuple(_sample(event) for event in events if isinstance(event, SampleEvent)),
     )
 
 
-def _place(event: Event) -> Place:
-    counts = (_number(event, key) for key in ("tokens", "seconds", "flops"))
-    return Place(event["step"], *(count if count is not None and math.isfinite(count) else None for count in counts))
+def _place(event: StageEvent | TrainEvent | ValidEvent) -> Place:
+    return Place(event.step, *map(_finite, (event.tokens, event.seconds, event.flops)))
 
 
-def _stage(event: Event) -> StageOpening:
-    lengths = (_number(event, key) for key in ("segment_length", "cache_length"))
-    whole = (None if length is None or not math.isfinite(length) else int(length) for length in lengths)
-    return StageOpening(_place(event), *whole)
+def _finite(count: float | None) -> float | None:
+    return float(count) if count is not None and math.isfinite(count) else None
 
 
-def _trained(event: Event) -> Trained:
-    keys = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "stage_seconds", "memory_bytes")
-    return Trained(_place(event), *(_number(event, key) for key in keys))
+def _stage(event: StageEvent) -> StageOpening:
+    return StageOpening(_place(event), event.segment_length, event.cache_length)
 
 
-def _held_out(event: Event) -> HeldOut:
-    bands = event.get("by_position")
-    values = tuple(map(_as_number, bands)) if isinstance(bands, list) else ()
-    by_position = tuple(math.nan if value is None else value for value in values)
-    loss, perplexity = _number(event, "loss"), _number(event, "perplexity")
-    return HeldOut(_place(event), loss, _perplexity(loss) if perplexity is None else perplexity, by_position,
-                   str(event.get("text_digest", "")))  # fmt: skip
+def _trained(event: TrainEvent) -> Trained:
+    return Trained(
+        _place(event),
+        loss=event.loss,
+        grad_norm=event.grad_norm,
+        learning_rate=event.learning_rate,
+        tokens_per_second=event.tokens_per_second,
+        stage_seconds=event.stage_seconds,
+        memory_bytes=_finite(event.memory_bytes),
+    )
 
 
-def _sample(event: Event) -> Sample:
-    return Sample(_place(event), str(event.get("prompt", "")), str(event.get("text", "")))
+def _held_out(event: ValidEvent) -> HeldOut:
+    perplexity = _perplexity(event.loss) if event.perplexity is None else event.perplexity
+    return HeldOut(_place(event), event.loss, perplexity, event.by_position or (), event.text_digest or "")
+
+
+def _sample(event: SampleEvent) -> Sample:
+    return Sample(Place(event.step, _finite(event.tokens)), event.prompt or "", event.text or "")
 
 
 def _perplexity(loss: float | None) -> float | None:
     if loss is None:
         return None
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def _number(event: Event, key: str) -> float | None:
-    return _as_number(event.get(key))
-
-
-def _as_number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return math.inf
 
 
 def _largest(values: Iterator[float | None]) -> float | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_style.base.run_folder import RUN_FILE
 from megatron_style.base.units import COUNT, FLOPS, TIME
 from megatron_style.reporting import charts
 from megatron_style.reporting.bars import draw_bars
@@ -195,6 +196,6 @@ def _sample(sample: Sample) -> Markup:
 
 def _run_files(runs: Sequence[RunHistory]) -> Markup:
     files = (
-        tag("details", tag("summary", text(f"{run.name}: run.yaml")), tag("pre", text(run.run_file))) for run in runs
+        tag("details", tag("summary", text(f"{run.name}: {RUN_FILE}")), tag("pre", text(run.run_file))) for run in runs
     )
     return _section("Run files", *files, style="folded")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_style.base.command import EXIT_FAILED, log
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.hosts.forwarded_environment import LAUNCH
 from megatron_style.supervision.process import this_process
 from megatron_style.supervision.record import (
@@ -25,7 +26,6 @@ from megatron_style.supervision.record import (
     Seen,
     now,
     read_records,
-    record_path,
     what_is_lost,
     write_record,
 )
@@ -141,7 +141,7 @@ class Heartbeat:
     def withdrawn(self) -> None:
         """This rank's input is wrong; it says so itself, and leaves no record."""
         self.stop()
-        record_path(self._folder, self._rank).unlink(missing_ok=True)
+        RunFolder(self._folder).record(self._rank).unlink(missing_ok=True)
 
     def wait_for_cause(self, error: str) -> None:
         """A connection was lost: another rank was first. The watching thread says which, and ends this process."""
@@ -193,8 +193,9 @@ class Heartbeat:
         self._told = True
         missing = sorted(set(self._others) - self._watch.known)
         if missing:
+            records = RunFolder(self._folder).ranks
             log(
-                f"warning: {self._folder / 'ranks'} shows nothing of {len(missing)} ranks (first: rank {missing[0]}): "
+                f"warning: {records} shows nothing of {len(missing)} ranks (first: rank {missing[0]}): "
                 f"output.path is not shared between the hosts, so each host watches its own ranks only"
             )
 
@@ -202,6 +203,6 @@ class Heartbeat:
 def _paragraph(losses: list[Loss], folder: Path) -> str:
     losses = [loss for loss in losses if not loss.record.follows] or losses
     told = "; ".join(map(str, losses[:3])) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
-    log_file = folder / "logs" / f"rank_{losses[0].record.rank:05d}.log"
+    log_file = RunFolder(folder).log(losses[0].record.rank)
     lost = what_is_lost(folder, max(loss.record.step for loss in losses))
     return f"{told}. The other ranks end; {lost}; start again to resume. More in {log_file}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from megatron_style.base.errors import Stopped, UserError
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal, with_bar
 from megatron_style.supervision.record import now
 
@@ -38,7 +39,7 @@ class _Both:
 
 @contextmanager
 def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Path]:
-    path = log_path(folder, rank)
+    path = RunFolder(folder).log(rank)
     console = sys.stderr
     with path.open("a", encoding="utf-8", buffering=1) as copy:
         copy.write(f"== launch {launch} begins: {now()}\n")
@@ -57,10 +58,6 @@ def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Path]:
             faulthandler.disable()
             sys.stderr = console
             _redirect_deepspeed(console)
-
-
-def log_path(folder: Path, rank: int) -> Path:
-    return folder / "logs" / f"rank_{rank:05d}.log"
 
 
 def _redirect_deepspeed(stream: TextIO) -> None:

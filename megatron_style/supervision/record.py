@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from megatron_style.base.files import write_atomic
 from megatron_style.base.json_text import parse_json
+from megatron_style.base.run_folder import RunFolder, step_of
 from megatron_style.supervision.process import Process
 
 Phase = Literal["preflight", "training", "evaluating", "saving", "ended", "failed"]
@@ -61,13 +62,9 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def record_path(folder: Path, rank: int) -> Path:
-    return folder / "ranks" / f"rank_{rank:05d}.json"
-
-
 def write_record(folder: Path, record: RankRecord) -> None:
     """On a full disk the file that is there is touched: a sign of life all the same."""
-    path = record_path(folder, record.rank)
+    path = RunFolder(folder).record(record.rank)
     try:
         _write(path, asdict(record))
     except OSError:
@@ -76,27 +73,28 @@ def write_record(folder: Path, record: RankRecord) -> None:
 
 def read_records(folder: Path, ranks: Iterable[int] | None = None) -> dict[int, Seen]:
     """Of these ranks or of all; those that are not there are left out."""
+    home = RunFolder(folder)
     try:
-        there = sorted(os.listdir(folder / "ranks"))  # noqa: PTH208 - listing also makes network disks look again
+        there = sorted(os.listdir(home.ranks))  # noqa: PTH208 - listing also makes network disks look again
     except OSError:
         return {}
-    wanted = None if ranks is None else {record_path(folder, rank).name for rank in ranks}
+    wanted = None if ranks is None else {home.record(rank).name for rank in ranks}
     found = {}
     for name in there:
         if name.endswith(".json") and (wanted is None or name in wanted):
-            seen = _read_record(folder / "ranks" / name)
+            seen = _read_record(home.ranks / name)
             if seen:
                 found[seen.record.rank] = seen
     return found
 
 
 def write_status(folder: Path, status: Status) -> None:
-    _write(folder / "status.json", asdict(status))
+    _write(RunFolder(folder).status, asdict(status))
 
 
 def read_status(folder: Path) -> Status | None:
     try:
-        with (folder / "status.json").open("rb") as file:
+        with RunFolder(folder).status.open("rb") as file:
             status = Status(**parse_json(file.read(_MOST_BYTES)))
     except (OSError, ValueError, TypeError):
         return None
@@ -106,11 +104,10 @@ def read_status(folder: Path) -> Status | None:
 def saved_step(folder: Path) -> int | None:
     """Return the step of the run's newest checkpoint; None without one."""
     try:
-        name = (folder / "checkpoints" / "latest").read_text(encoding="utf-8")
+        name = RunFolder(folder).latest.read_text(encoding="utf-8")
     except OSError:
         return None
-    digits = name.removeprefix("global_step")
-    return int(digits) if digits.isdecimal() else None
+    return step_of(name)
 
 
 def what_is_lost(folder: Path, step: int) -> str:

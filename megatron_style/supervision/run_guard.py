@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from megatron_style.base.command import EXIT_INTERRUPTED, log
 from megatron_style.base.errors import Diverged, Stopped, UserError
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.parallel.collectives import broadcast_json, gather_json
 from megatron_style.supervision.heartbeat import Heartbeat
 from megatron_style.supervision.lock import FolderLock, remove_if_empty
 from megatron_style.supervision.process import this_process
-from megatron_style.supervision.rank_log import log_path, rank_log
+from megatron_style.supervision.rank_log import rank_log
 from megatron_style.supervision.record import State, Status, now, what_is_lost, write_status
 from megatron_style.supervision.signals import StopSignals
 
@@ -28,7 +29,7 @@ _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connectio
 @contextmanager
 def watched(folder: Path, signals: StopSignals) -> Iterator[Heartbeat]:
     """When one rank stops, the others end within 30 seconds, and one of them says who it was."""
-    launch = _begin(folder)
+    launch = _begin(RunFolder(folder))
     try:
         with rank_log(folder, dist.get_rank(), launch.name):
             heartbeat = Heartbeat(folder, rank=dist.get_rank(), launch=launch.name, watches=_ranks_to_watch())
@@ -53,7 +54,7 @@ def watched(folder: Path, signals: StopSignals) -> Iterator[Heartbeat]:
 
 @dataclass(frozen=True)
 class _Launch:
-    folder: Path
+    folder: RunFolder
     name: str
     lock: FolderLock | None  # rank 0 holds it
 
@@ -62,27 +63,27 @@ class _Launch:
         if self.lock is None:
             return
         try:
-            write_status(self.folder, Status(self.name, state, step, now(), error))
+            write_status(self.folder.path, Status(self.name, state, step, now(), error))
         except OSError as problem:
-            log(f"warning: status.json could not be written: {problem}")
+            log(f"warning: {self.folder.status.name} could not be written: {problem}")
         self.lock.release()
 
     def leave(self) -> None:
         """A first run that was refused leaves nothing: the last rank to go finds the folders empty."""
         if self.lock:
             self.lock.release()
-        for folder in (self.folder / "ranks", self.folder / "logs", self.folder):
+        for folder in (self.folder.ranks, self.folder.logs, self.folder.path):
             remove_if_empty(folder)
 
 
-def _begin(folder: Path) -> _Launch:
+def _begin(folder: RunFolder) -> _Launch:
     """Rank 0 takes the lock before anything is written, and all ranks learn together whether they may go on."""
-    lock = FolderLock(folder / "lock.json") if dist.get_rank() == 0 else None
+    lock = FolderLock(folder.lock) if dist.get_rank() == 0 else None
     refusal, name = broadcast_json([lock.take(), uuid.uuid4().hex] if lock else None)
     if refusal:
         raise UserError(refusal)
-    for part in ("ranks", "logs"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+    for part in (folder.ranks, folder.logs):
+        part.mkdir(parents=True, exist_ok=True)
     return _Launch(folder, name, lock)
 
 
@@ -97,11 +98,11 @@ def _ranks_to_watch() -> list[int]:
 def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:
     told = f"{type(error).__name__}: {error}".split("\n")[0][:500]
     if isinstance(error, UserError):
-        if (launch.folder / "run.yaml").exists():
+        if launch.folder.run_file.exists():
             heartbeat.failed(told)
         else:  # nothing of a run is there yet, and nothing is left
             heartbeat.withdrawn()
-            log_path(launch.folder, dist.get_rank()).unlink(missing_ok=True)
+            launch.folder.log(dist.get_rank()).unlink(missing_ok=True)
     elif isinstance(error, Stopped):
         heartbeat.ended()
         launch.ends("stopped", heartbeat.step, str(error))

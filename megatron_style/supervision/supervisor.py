@@ -23,6 +23,7 @@ from megatron_style.base.command import (
     run_command,
 )
 from megatron_style.base.errors import UserError
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import load_run, seconds_of
 from megatron_style.config.train_arguments import add_run_arguments, settings_of
 from megatron_style.hosts.hosts import Unanswered, read_hostfile
@@ -50,7 +51,7 @@ class Supervisor:
     def __init__(self, order: Order, *, ssh: Ssh = ssh) -> None:
         self._order, self._ssh = order, ssh
         self._folder = order.run.output.path
-        self._lock = FolderLock(self._folder / "supervisor.json")
+        self._lock = FolderLock(RunFolder(self._folder).supervisor)
         self._leftovers: list[RankRecord] = []  # ranks of the last launch, which may live
         self._attempts: list[str] = []
 
@@ -70,7 +71,7 @@ class Supervisor:
             self._lock.release()
 
     def _until_done(self) -> int:
-        run_lock = FolderLock(self._folder / "lock.json", sleep=self._sleep)
+        run_lock = FolderLock(RunFolder(self._folder).lock, sleep=self._sleep)
         refusal = run_lock.clear()
         if refusal:  # someone trains there without a supervisor: those are no leftovers
             raise UserError(refusal)
@@ -160,7 +161,7 @@ class Supervisor:
 
     def _checkpoint(self) -> str:
         try:
-            return (self._folder / "checkpoints" / "latest").read_text(encoding="utf-8")
+            return RunFolder(self._folder).latest.read_text(encoding="utf-8")
         except OSError:
             return ""
 

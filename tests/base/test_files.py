@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_style import evaluate
+from megatron_style.base.events import SampleEvent
 from megatron_style.config.run import save_run
 from megatron_style.data.corpus import keep_tokenizer
 from megatron_style.data.tokenizer import BpeTokenizer
@@ -32,7 +33,7 @@ from tests.support.tiny import run_here, tiny_dictionary, write_tiny_model
 from tests.support.written_runs import WrittenRun, write_run
 
 disk, elsewhere = map(Path, sys.argv[1:])
-event = {"kind": "train", "step": 1, "text": "x" * 5000}
+event = SampleEvent(step=1, text="x" * 5000)
 score = SimpleNamespace(nll=np.random.default_rng(1).random(5000))
 store = SimpleNamespace(tokens=np.arange(5000))
 flags = argparse.Namespace(nll=disk / "nll.npz", by_position=None, json=True)

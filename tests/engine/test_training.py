@@ -64,7 +64,7 @@ class Trainer:
         loss, self.caches = accumulate_gradients(
             self.engine, self.corpus, plan, self.caches, self.topology, self.run.seed
         )
-        return self.topology.data.sum(loss).item()
+        return self.topology.data.sum(loss.nll).item()
 
     def step(self, step: int) -> float:
         loss = self.backward(step)

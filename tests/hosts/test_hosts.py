@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.hosts.hosts import Host, Unanswered, ask_all, read_hostfile, this_machine
 from megatron_style.supervision.process import this_process
-from megatron_style.supervision.record import RankRecord, now, read_records, record_path, write_record
+from megatron_style.supervision.record import RankRecord, now, read_records, write_record
 from tests.support.launch import ROOT
 
 WRONG = {
@@ -119,5 +120,5 @@ def test_an_odd_record_of_a_rank_is_not_there(tmp_path: Path, change: dict[str, 
     (tmp_path / "ranks").mkdir()
     write_record(tmp_path, record)
     assert read_records(tmp_path)[1].record == record
-    record_path(tmp_path, 1).write_text(json.dumps(asdict(record) | change))
+    RunFolder(tmp_path).record(1).write_text(json.dumps(asdict(record) | change))
     assert read_records(tmp_path) == {}

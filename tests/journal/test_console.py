@@ -15,15 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_style.base.command import log
+from megatron_style.base.events import TrainEvent
 from megatron_style.base.terminal import Terminal, with_bar
 from megatron_style.journal.console import Console, Standing
 from megatron_style.supervision.rank_log import rank_log
 from tests.support.screen import Screen
 
-EVENT = {
-    "step": 120, "stage": 0, "loss": 4.32109, "grad_norm": 0.5, "learning_rate": 0.25, "tokens": 1_105_920,
-    "tokens_per_second": 12_345.6, "flops_per_second": 1.5e12, "memory_bytes": 3 * 2**30,
-}  # fmt: skip
+EVENT = TrainEvent(
+    step=120,
+    stage=0,
+    loss=4.32109,
+    grad_norm=0.5,
+    learning_rate=0.25,
+    tokens=1_105_920,
+    tokens_per_second=12_345.6,
+    flops_per_second=1.5e12,
+    memory_bytes=3 * 2**30,
+)
 STANDING = Standing(EVENT, total_steps=400, stages=2, share_done=0.5, seconds_left=3661.2)
 FACTS = [
     "stage 1/2", "step 121/400", "[##########..........] 50%", "1:01:01 left", "loss 4.3211", "lr 0.25",

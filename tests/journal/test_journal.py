@@ -17,7 +17,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.engine import TrainingEngine, Update
+from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal import metrics_file as metrics
 from megatron_style.journal.journal import Journal
@@ -78,7 +78,7 @@ class Driver:
             show = done % every == 0 or ends or done in saves
             update = Update(0.1 / done, 1.5 + step, applied=done != 5)
             # Where nothing is shown there is no loss to look at.
-            loss = torch.tensor(5 / done) if show or not update.applied else cast(torch.Tensor, None)
+            loss = LossShare(torch.tensor(5 / done), {}) if show or not update.applied else cast(LossShare, None)
             self.journal.step(plan, loss, update, 0.25 + step / 8, show=show)
             if done % 4 == 0 or ends:
                 self.journal.held_out(done, HeldOut(3 / done, 20 / done, (1.0, 2.5 / done), "what", f"is # {done}"))
@@ -268,7 +268,8 @@ def test_the_time_left_counts_what_the_last_stage_costs(tmp_path: Path, capsys: 
     for step in range(12):
         plan = driver.schedule.plan(step)
         flops = plan.tokens * work.per_token[plan.stage.index]
-        driver.journal.step(plan, torch.ones(()), Update(0.1, 1.0, applied=True), flops / speed, show=True)
+        loss = LossShare(torch.ones(()), {})
+        driver.journal.step(plan, loss, Update(0.1, 1.0, applied=True), flops / speed, show=True)
         left = round(1000 - work.before(step + 1) / speed)
         minutes, seconds = divmod(left, 60)
         assert capsys.readouterr().err.splitlines()[-1].endswith(f", 0:{minutes:02d}:{seconds:02d} left")

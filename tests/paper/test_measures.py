@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_style.base.events import Event, SampleEvent, TrainEvent, ValidEvent
 from megatron_style.paper.measures import Evaluated, Evaluation, RunResult, ToMatch, TotalTime, TrainSpeed
 from megatron_style.paper.page import thinned
 from megatron_style.reporting.history import HeldOut, Place, RunHistory, StageOpening
@@ -73,8 +74,8 @@ def test_the_first_of_sliding_windows_does_not_make_them_fast(tokens: int, speed
 
 
 def test_kept_records_are_thin_and_have_the_totals(tmp_path: Path) -> None:
-    events = [{"kind": "train", "step": step} for step in range(1, 1001)]
-    events += [{"kind": "valid", "step": 1000, "by_position": [1.0]}, {"kind": "sample", "step": 1000}]
+    events: list[Event] = [TrainEvent(step=step) for step in range(1, 1001)]
+    events += [ValidEvent(step=1000, by_position=(1.0,)), SampleEvent(step=1000)]
     kept = thinned(events)
-    assert len([event for event in kept if event["kind"] == "train"]) <= 60
-    assert kept[-2:] == [{"kind": "train", "step": 1000}, {"kind": "valid", "step": 1000}]
+    assert len([event for event in kept if isinstance(event, TrainEvent)]) <= 60
+    assert kept[-2:] == [TrainEvent(step=1000), ValidEvent(step=1000)]

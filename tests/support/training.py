@@ -66,7 +66,7 @@ def _train(run: RunConfig) -> History:
             plan = schedule.plan(step)
             loss, caches = accumulate_gradients(engine, corpus, plan, caches, topology, run.seed)
             update = engine.update(learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps))
-            history.losses.append(topology.data.sum(loss).item())
+            history.losses.append(topology.data.sum(loss.nll).item())
             history.norms.append(float(update.grad_norm))
             history.applied.append(update.applied)
         history.weights = engine.full_weights()

@@ -1,0 +1,90 @@
+"""The names of the files in a run's folder. No other module spells them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_FILE = "run.yaml"
+LATEST = "latest"
+_CHECKPOINT = re.compile(r"global_step(0|[1-9][0-9]*)")
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name that DeepSpeed gives the checkpoint of a step."""
+    return f"global_step{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of a checkpoint by its name; None if this is not the name of one."""
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def run_file(self) -> Path:
+        return self.path / RUN_FILE
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        """Return the file that names the newest complete checkpoint."""
+        return self.checkpoints / LATEST
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / checkpoint_name(step)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the folders that are named like a checkpoint, in order; what else is there is ignored."""
+        found = (step_of(path.name) for path in self.checkpoints.glob("global_step*"))
+        return sorted(step for step in found if step is not None)
+
+    @property
+    def model(self) -> Path:
+        """Return the folder of the exported model."""
+        return self.path / "model"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    def record(self, rank: int) -> Path:
+        return self.ranks / f"rank_{rank:05d}.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank_{rank:05d}.log"
+
+    @property
+    def lock(self) -> Path:
+        """Return the lock that a run holds while it trains."""
+        return self.path / "lock.json"
+
+    @property
+    def supervisor(self) -> Path:
+        """Return the lock that a supervisor holds."""
+        return self.path / "supervisor.json"
+
+    @property
+    def status(self) -> Path:
+        """Return the file that says how the last launch ended."""
+        return self.path / "status.json"
