@@ -15,8 +15,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast
 
-from megatron_style.base.errors import UserError
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -38,8 +36,6 @@ def mpi_world_size() -> int:
 @contextmanager
 def worker_pool(workers: int) -> Iterator[WorkerPool]:
     """A pool for the body. Under `mpirun` the ranks are the workers: rank 0 runs the body, the others leave inside."""
-    if workers < 1:
-        raise UserError(f"--workers {workers} must be at least 1")
     if mpi_world_size() > 1:
         with _mpi_executor() as executor:
             yield _ExecutorPool(executor, in_flight=2 * mpi_world_size())
