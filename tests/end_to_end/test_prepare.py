@@ -235,7 +235,10 @@ BAD_FLAGS = {
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--dictionary", "{dir}/nowhere"],
         "nowhere: no tokenizer here",
     ),
-    "no workers": (["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--workers", "0"], "--workers: '0' is not a whole number"),
+    "no workers": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--workers", "0"],
+        "--workers: '0' is not a whole number",
+    ),
 }
 
 
