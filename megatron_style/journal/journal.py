@@ -13,15 +13,16 @@ from torch import Tensor
 
 from megatron_style.base.command import log
 from megatron_style.base.events import Event
+from megatron_style.base.terminal import Terminal
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine, Update
 from megatron_style.engine.memory import forget_peak, peak_bytes
 from megatron_style.inference.held_out import HeldOut
-from megatron_style.journal.console import Console, Standing
+from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
-from megatron_style.journal.tensorboard import Board, code_block, scalars_of
-from megatron_style.journal.work import Totals, Work, peak_flops
+from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
+from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -30,10 +31,18 @@ _NEWEST_SHARE = 0.3  # of the newest line in the speed that the time left is tol
 
 class Journal:
     def __init__(
-        self, run: RunConfig, schedule: StageSchedule, engine: TrainingEngine, topology: Topology, *, first_step: int
+        self,
+        run: RunConfig,
+        schedule: StageSchedule,
+        engine: TrainingEngine,
+        topology: Topology,
+        *,
+        first_step: int,
+        terminal: Terminal | None = None,
     ) -> None:
+        """`terminal` shows a progress bar; without one, progress is logged."""
         self._schedule, self._engine, self._topology = schedule, engine, topology
-        self._work = Work(run.model, engine.model.vocab_size, schedule)
+        self._work = FlopCounter(run.model, engine.model.vocab_size, schedule)
         self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
         self._all_flops = self._work.before(schedule.total_steps)
         self._skipped, self._stage_seconds = 0, 0.0
@@ -41,10 +50,10 @@ class Journal:
         self._peak = peak_flops(engine.device, engine.dtype, ranks=topology.data.size * topology.tensor.size)
         self._writes = topology.is_first
         if self._writes:
-            self._open(run, first_step)
+            self._open(run, first_step, terminal)
         self._shown = self._totals  # as they were at the last line
 
-    def _open(self, run: RunConfig, first_step: int) -> None:
+    def _open(self, run: RunConfig, first_step: int, terminal: Terminal | None) -> None:
         """Figures that are carried on come from the last line, which every step that saves has."""
         folder = run.output.path
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,8 +71,8 @@ class Journal:
         }
         ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
         settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = Board(folder / "tensorboard", settings, texts, self._metrics)
-        self._console = Console(self._schedule.total_steps)
+        self._board = TensorBoardWriter(folder / "tensorboard", settings, texts, self._metrics)
+        self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
 
@@ -139,7 +148,7 @@ class Journal:
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
         self._console.show(
-            Standing(
+            ProgressLine(
                 event,
                 total_steps=self._schedule.total_steps,
                 stages=len(self._schedule.stages),
@@ -166,7 +175,7 @@ class Journal:
         if self._writes:
             self._metrics.write(event)
             self._board.add(event)
-            self._engine.tell_monitors(scalars_of(event))
+            self._engine.log_to_monitors(scalars_of(event))
         return event
 
     def __enter__(self) -> Self:
