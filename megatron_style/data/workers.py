@@ -15,6 +15,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast
 
+from megatron_style.base.launchers import mpi_world_size
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -26,11 +28,6 @@ class WorkerPool(Protocol):
 
 def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def mpi_world_size() -> int:
-    """From the launcher's variables: importing mpi4py outside `mpirun` would start MPI."""
-    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
 
 
 @contextmanager
