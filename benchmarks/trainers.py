@@ -12,8 +12,8 @@ import torch
 from benchmarks.plain.model import PlainModel
 from benchmarks.plain.optimizer import PlainNAG
 from megatron_style.config.run import RunConfig
+from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import open_corpus
-from megatron_style.data.lanes import read_batch
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
 from megatron_style.parallel.topology import Topology

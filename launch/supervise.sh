@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train, and go on from the last checkpoint when a rank or a host dies.
+# Train, and resume from the last checkpoint when a rank or a host dies.
 #
 #   ./launch/supervise.sh [--hostfile FILE | --processes N] [--retries 5] [--pause 5s] [--stall 30m] \
 #       RUN.yaml [--set section.key=value ...]
@@ -10,4 +10,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec python -m megatron_style.supervision.supervisor "$@"
+exec python -m megatron_style.supervise "$@"

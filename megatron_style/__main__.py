@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "prepare": "make a token store of text",
         "train": "train a model through all its stages",
+        "supervise": "train, and resume after a rank or a host died",
         "evaluate": "score held-out text by a named protocol",
         "generate": "continue text with a model",
         "convert": "bring a model into another form, with proof",

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from megatron_style.base.command import EXIT_FAILED, add_json_flag, command_parser, run_command, show
+from megatron_style.base.command import EXIT_FAILED, add_json_flag, command_parser, positive_int, run_command, show
 from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import WordDictionary
 from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
@@ -25,10 +27,17 @@ from megatron_style.model.shape import count_parameters
 Result = dict[str, object]
 
 
+@dataclass(frozen=True)
+class Conversion:
+    about: str
+    convert: Callable[[argparse.Namespace], Result]
+    arguments: Mapping[str, Mapping[str, Any]]  # by name, as argparse takes them
+
+
 def main() -> None:
     args = parse_args()
     return_freed_memory()
-    result = args.convert(args)
+    result = CONVERSIONS[args.kind].convert(args)
     show(result, as_json=args.json)
     if result.get("equal") is False:
         sys.exit(EXIT_FAILED)
@@ -43,57 +52,12 @@ def parse_args() -> argparse.Namespace:
         "python -m megatron_style.convert export runs/quickstart --output models/mine",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-
-    def add(name: str, convert: Callable[[argparse.Namespace], Result], about: str) -> argparse.ArgumentParser:
-        kind = kinds.add_parser(name, help=about, description=about)
-        kind.set_defaults(convert=convert)
+    for name, conversion in CONVERSIONS.items():
+        kind = kinds.add_parser(name, help=conversion.about, description=conversion.about)
         add_json_flag(kind)
-        return kind
-
-    incoming = add("import-fairseq", import_fairseq, "a checkpoint of the reference or of fairseq -> a model folder")
-    incoming.add_argument("checkpoint", type=Path, metavar="FILE.pt")
-    incoming.add_argument("--dictionary", type=Path, required=True, metavar="dict.txt")
-    incoming.add_argument("--output", type=Path, required=True, metavar="DIR")
-    add_overwrite_flag(incoming)
-
-    export = add("export", export_model, "a training checkpoint of any grid -> a model folder in float32")
-    export.add_argument("model", type=Path, metavar="MODEL")
-    export.add_argument("--output", type=Path, required=True, metavar="DIR")
-    add_overwrite_flag(export)
-    export.add_argument("--optimizer", action="store_true", help="with the optimizer's state: training can go on")
-
-    outgoing = add("export-fairseq", export_fairseq, "-> a checkpoint that the reference loads")
-    outgoing.add_argument("model", type=Path, metavar="MODEL")
-    outgoing.add_argument("--output", type=Path, required=True, metavar="FILE.pt")
-    add_overwrite_flag(outgoing)
-
-    hub = add("export-hf", export_huggingface, "-> a folder that transformers loads (AutoModelForCausalLM)")
-    hub.add_argument("model", type=Path, metavar="MODEL")
-    hub.add_argument("--output", type=Path, required=True, metavar="DIR")
-    add_overwrite_flag(hub)
-
-    everywhere = add("export-universal", export_universal, "-> a universal checkpoint, for any engine of DeepSpeed's")
-    everywhere.add_argument("model", type=Path, metavar="MODEL")
-    everywhere.add_argument("--output", type=Path, required=True, metavar="DIR")
-    add_overwrite_flag(everywhere)
-
-    again = add(
-        "reshard", reshard_checkpoint, "a training checkpoint -> one for another grid (`train` can do it itself)"
-    )
-    again.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    again.add_argument("--tensor", type=int, required=True, metavar="N", help="tensor-parallel ranks")
-    again.add_argument("--data", type=int, required=True, metavar="N", help="data-parallel ranks")
-    again.add_argument("--output", type=Path, required=True, metavar="DIR")
-
-    both = add("verify", verify, "are two models, in whatever form, the same? Exit code 1 if not")
-    both.add_argument("first", type=Path, metavar="A")
-    both.add_argument("second", type=Path, metavar="B")
-    both.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="largest difference allowed; default 0")
+        for argument, settings in conversion.arguments.items():
+            kind.add_argument(argument, **settings)
     return parser.parse_args()
-
-
-def add_overwrite_flag(kind: argparse.ArgumentParser) -> None:
-    kind.add_argument("--overwrite", action="store_true", help="replace an output that was made from something else")
 
 
 def import_fairseq(args: argparse.Namespace) -> Result:
@@ -136,11 +100,8 @@ def export_universal(args: argparse.Namespace) -> Result:
 
 
 def reshard_checkpoint(args: argparse.Namespace) -> Result:
-    for flag in ("tensor", "data"):
-        if getattr(args, flag) < 1:
-            raise UserError(f"--{flag} is {getattr(args, flag)}; it must be at least 1")
-    if os.environ.get("DS_ACCELERATOR") != "cpu":  # the other grid's ranks need no accelerator, and may be many
-        os.execve(sys.executable, sys.orig_argv, os.environ | {"DS_ACCELERATOR": "cpu"})
+    # The other grid's ranks need no accelerator, and may be many. DeepSpeed reads this on import.
+    os.environ["DS_ACCELERATOR"] = "cpu"
     from megatron_style.checkpoint.reshard import reshard  # the one kind that needs DeepSpeed, which is slow to import
 
     reshard(args.checkpoint, args.output, tensor=args.tensor, data=args.data)
@@ -170,6 +131,76 @@ def _summary(output: Path, source: ModelSource, certificate: Certificate) -> Res
         "optimizer": "kept" if source.state else "none",
         "largest_nll_difference": certificate.largest_nll_difference,
     }
+
+
+def _path(metavar: str) -> Mapping[str, Any]:
+    return {"type": Path, "metavar": metavar}
+
+
+def _required(**settings: Any) -> Mapping[str, Any]:
+    return {"required": True, **settings}
+
+
+_MODEL = {"model": _path("MODEL")}
+_REPLACES = {"action": "store_true", "help": "replace an output that was made from something else"}
+_TO_FOLDER = {"--output": _required(**_path("DIR"))}
+_TO_MODEL = _TO_FOLDER | {"--overwrite": _REPLACES}
+
+CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
+    {
+        "import-fairseq": Conversion(
+            "a checkpoint of the reference or of fairseq -> a model folder",
+            import_fairseq,
+            {"checkpoint": _path("FILE.pt"), "--dictionary": _required(**_path("dict.txt"))} | _TO_MODEL,
+        ),
+        "export": Conversion(
+            "a training checkpoint of any grid -> a model folder in float32",
+            export_model,
+            _MODEL
+            | _TO_MODEL
+            | {"--optimizer": {"action": "store_true", "help": "with the optimizer's state: training can be resumed"}},
+        ),
+        "export-fairseq": Conversion(
+            "-> a checkpoint that the reference loads",
+            export_fairseq,
+            _MODEL | {"--output": _required(**_path("FILE.pt")), "--overwrite": _REPLACES},
+        ),
+        "export-hf": Conversion(
+            "-> a folder that transformers loads (AutoModelForCausalLM)",
+            export_huggingface,
+            _MODEL | _TO_MODEL,
+        ),
+        "export-universal": Conversion(
+            "-> a universal checkpoint, for any engine of DeepSpeed's",
+            export_universal,
+            _MODEL | _TO_MODEL,
+        ),
+        "reshard": Conversion(
+            "a training checkpoint -> one for another grid (`train` can do it itself)",
+            reshard_checkpoint,
+            {
+                "checkpoint": _path("CHECKPOINT"),
+                "--tensor": _required(type=positive_int, metavar="N", help="tensor-parallel ranks"),
+                "--data": _required(type=positive_int, metavar="N", help="data-parallel ranks"),
+            }
+            | _TO_FOLDER,
+        ),
+        "verify": Conversion(
+            "are two models, in whatever form, the same? Exit code 1 if not",
+            verify,
+            {
+                "first": _path("A"),
+                "second": _path("B"),
+                "--tolerance": {
+                    "type": float,
+                    "default": 0.0,
+                    "metavar": "X",
+                    "help": "largest difference allowed; default 0",
+                },
+            },
+        ),
+    }
+)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from megatron_style.data.store import TokenStore, open_store
 from megatron_style.engine.memory import peak_memory
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource
-from megatron_style.hosts.launcher import accelerator, launcher
+from megatron_style.hosts.launcher import NO_LAUNCHER, accelerator, find_launcher
 from megatron_style.inference.by_position import draw_by_position, stretches
 from megatron_style.inference.scoring import MODES, Protocol, Request, Score, make_protocol, perplexity, score
 from megatron_style.parallel.collectives import largest_over_shards
@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
 @contextmanager
 def process_grid(tensor: int) -> Iterator[Topology]:
     """Join the launcher's process grid; without a launcher there is one process."""
-    if launcher() != "none":
+    if find_launcher() is not NO_LAUNCHER:
         from megatron_style.engine.session import distributed_session  # DeepSpeed takes seconds to import
 
         with distributed_session(tensor=tensor) as topology:

@@ -24,8 +24,8 @@ from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig, SpikeConfig, load_run, seconds_of
 from megatron_style.config.train_arguments import parse_train_arguments
+from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
-from megatron_style.data.lanes import read_batch
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import LossShare, TrainingEngine
 from megatron_style.engine.preflight import preflight
@@ -41,7 +41,7 @@ from megatron_style.parallel.randomness import Noise, derive_key, seed_sharded_d
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule, StepPlan
-from megatron_style.supervision.run_guard import watched
+from megatron_style.supervision.run_guard import guard_run
 from megatron_style.supervision.signals import StopSignals, leave_early
 from megatron_style.supervision.stop import StopRequest
 
@@ -56,7 +56,10 @@ def main(signals: StopSignals | None = None) -> None:
 
 def train(run: RunConfig, signals: StopSignals | None = None) -> None:
     signals = signals or StopSignals(react=leave_early)
-    with distributed_session(tensor=run.parallel.tensor) as topology, watched(run.output.path, signals) as heartbeat:
+    with (
+        distributed_session(tensor=run.parallel.tensor) as topology,
+        guard_run(run.output.path, signals) as (heartbeat, terminal),
+    ):
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)
         checkpoints = CheckpointStore(run, topology)
@@ -74,7 +77,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
         limit = seconds_of(run.output.stop_after) if run.output.stop_after else None
         stop = StopRequest(signals, after_seconds=limit, device=engine.device)
 
-        with Journal(run, schedule, engine, topology, first_step=progress.step) as journal:
+        with Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal:
             heartbeat.at(progress.step, "preflight")
             for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
                 journal.preflight(stage, peak)

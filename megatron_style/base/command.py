@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError, harmless
+from megatron_style.base.launchers import is_first_of_host
 
 CONSOLE_COMMAND = "shortformer"
 Value = TypeVar("Value")
@@ -82,7 +83,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as error:
-        if _is_first_of_host():  # all its processes make the same mistake: say it once
+        if is_first_of_host():  # all its processes make the same mistake: say it once
             log(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
     except Stopped as reason:
@@ -132,12 +133,6 @@ def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     for first, *others in lines:
         cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
         say("  ".join([f"{first:<{widths[0]}}", *cells]) + "\n")
-
-
-def _is_first_of_host() -> bool:
-    """As the launchers number processes: deepspeed and torchrun, mpirun, srun."""
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _text(value: object) -> str:

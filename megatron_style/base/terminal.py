@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from typing import Any, TextIO
 
 _CLEAR = "\r\x1b[2K"
@@ -13,8 +14,12 @@ _USUAL_WIDTH = 80
 class Terminal:
     """Standard error of a rank. What is written goes above the bar; a line also clears the bar of another process."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._bar, self._line_begins = stream, "", True
+    def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
+        """`log` takes the lines that the bar stands for."""
+        self._stream = stream
+        self._log = log
+        self._bar = ""
+        self._line_begins = True
         self._lock = threading.Lock()  # the heartbeat speaks from a thread of its own
 
     def write(self, text: str) -> int:
@@ -34,6 +39,12 @@ class Terminal:
                 self._stream.flush()
             self._bar = bar
 
+    def keep(self, text: str) -> None:
+        """Write to the log only, which a full disk may end without ending the run."""
+        with suppress(OSError, ValueError):
+            if self._log is not None:
+                self._log.write(text)
+
     @property
     def width(self) -> int:
         try:
@@ -45,6 +56,6 @@ class Terminal:
         return getattr(self._stream, name)
 
 
-def with_bar(stream: TextIO) -> TextIO | Terminal:
-    """A stream that nobody looks at, or that cannot clear a line, stays as it is."""
-    return Terminal(stream) if stream.isatty() and os.environ.get("TERM") != "dumb" else stream
+def has_bar(stream: TextIO) -> bool:
+    """True if somebody looks at the stream, and it can clear a line."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import Protocol, TypeVar, cast
 
-from megatron_style.base.errors import UserError
+from megatron_style.base.launchers import mpi_world_size
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,16 +30,9 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def mpi_world_size() -> int:
-    """From the launcher's variables: importing mpi4py outside `mpirun` would start MPI."""
-    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or 1)
-
-
 @contextmanager
 def worker_pool(workers: int) -> Iterator[WorkerPool]:
     """A pool for the body. Under `mpirun` the ranks are the workers: rank 0 runs the body, the others leave inside."""
-    if workers < 1:
-        raise UserError(f"--workers {workers} must be at least 1")
     if mpi_world_size() > 1:
         with _mpi_executor() as executor:
             yield _ExecutorPool(executor, in_flight=2 * mpi_world_size())

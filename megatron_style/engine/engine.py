@@ -185,7 +185,7 @@ class TrainingEngine:
         held.clear()
         engine.monitor.enabled = monitored
 
-    def tell_monitors(self, values: Mapping[str, float]) -> None:
+    def log_to_monitors(self, values: Mapping[str, float]) -> None:
         """To whatever the ds_config switches on (`csv_monitor`, `tensorboard`, `wandb`, `comet`), which DeepSpeed tells
         no loss. Counted in its samples, as what it writes by itself: some of them refuse to go back."""
         if self._engine.monitor.enabled:

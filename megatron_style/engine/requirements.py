@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.findings import Finding
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.model.shape import count_parameters
@@ -13,7 +14,7 @@ _BYTES_A_PARAMETER = 16  # the most: float32 weights and two moments, and a copy
 
 
 def check_run(run: RunConfig, world: int) -> int:
-    """The run's number of steps on so many processes; whatever `train` would refuse is refused here, in its words."""
+    """Return the run's number of steps on this number of processes; what `train` would refuse is refused here too."""
     from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config  # takes seconds
 
     check_world(world, run.parallel.tensor)
@@ -25,6 +26,15 @@ def check_run(run: RunConfig, world: int) -> int:
     check_one_home(user, run)
     complete_ds_config(user, run, schedule.stages, data_parallel=data_parallel)
     return schedule.total_steps
+
+
+def judge_run(run: RunConfig, world: int) -> Finding:
+    """Say whether `train` would start on this number of processes."""
+    try:
+        steps = check_run(run, world)
+    except UserError as error:
+        return Finding("FAIL", "run", str(error))
+    return Finding("ok", "run", f"{steps:,} steps on {world} process(es)")
 
 
 def bytes_of_checkpoint(run: RunConfig) -> int | None:

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
-from megatron_style.hosts.launcher import DEFAULT_PORT, adopt_mpirun, adopt_srun, count_hosts, launcher
+from megatron_style.hosts.launcher import DEFAULT_PORT, NO_LAUNCHER, find_launcher
 from megatron_style.parallel.topology import Topology
 
 _LOOPBACK, _ADDRESS = "lo", "127.0.0.1"
@@ -47,23 +47,20 @@ def distributed_session(*, tensor: int) -> Iterator[Topology]:
 
 def _join() -> None:
     """Join the process group, and log launcher, processes and hosts, so that a wrong launch is noticed at once."""
-    started_by = launcher()
+    launcher = find_launcher()
     port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # under mpirun nothing else would name it
-    if started_by == "srun":
-        adopt_srun()
-    if started_by == "mpirun":
-        adopt_mpirun(port)
+    launcher.adopt(port)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it, also without a launcher
     backend = get_accelerator().communication_backend_name()
     take_device(int(os.environ["LOCAL_RANK"]))
-    hosts = count_hosts(started_by)
-    if started_by == "none":
+    hosts = launcher.count_hosts()
+    if launcher is NO_LAUNCHER:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    rendezvous = _listen_on_loopback() if started_by != "none" and hosts == 1 else None
+    rendezvous = _listen_on_loopback() if launcher is not NO_LAUNCHER and hosts == 1 else None
     deepspeed.init_distributed(backend, distributed_port=port, verbose=False)
     del rendezvous  # the process group holds it from here on
     if dist.get_rank() == 0:
-        log(f"launcher: {started_by}; processes: {dist.get_world_size()}; hosts: {hosts or 'unknown'}")
+        log(f"launcher: {launcher.name}; processes: {dist.get_world_size()}; hosts: {hosts or 'unknown'}")
 
 
 def _listen_on_loopback() -> object | None:

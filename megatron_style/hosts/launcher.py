@@ -6,55 +6,41 @@ import os
 import socket
 import subprocess
 from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.launchers import DEEPSPEED, MPICH, OPEN_MPI, SRUN, TORCHRUN, PlaceVariables
 
 DEFAULT_PORT = 29500  # DeepSpeed's and torchrun's own
-_HOSTS = {
-    "deepspeed": "CROSS_SIZE",
-    "mpirun": "CROSS_SIZE",
-    "torchrun": "GROUP_WORLD_SIZE",
-    "srun": "SLURM_STEP_NUM_NODES",
-}
 _ADDRESS_BYTES = 64  # longer than any address of IPv6
 
 
-def launcher() -> str:
-    """By what it left in the environment."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return "mpirun"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return "deepspeed"
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # a batch script has SLURM_PROCID too, but no such step
-        return "srun"
-    if "PMI_SIZE" in os.environ:  # after srun, which sets it as well
-        return "mpirun"
-    return "none"
+def _adopt_nothing(_port: int) -> None:
+    """The launcher has set torch's own variables, or there is none."""
 
 
-def adopt_srun() -> None:
-    """Say to torch in its own words what srun says: srun starts processes, and leaves the rest to them."""
+def adopt_srun(_port: int) -> None:
+    """Set torch's variables from those of srun, which starts processes and leaves the rest to them."""
     slurm = os.environ
-    if "MASTER_ADDR" not in slurm and int(slurm["SLURM_STEP_NUM_NODES"]) > 1:
+    if "MASTER_ADDR" not in slurm and int(slurm[SRUN.hosts]) > 1:
         raise UserError(
             "MASTER_ADDR is not set, and srun alone does not tell where the first process runs; "
             "launch/slurm.sbatch sets it to the job's first host"
         )
     os.environ |= {
-        "RANK": slurm["SLURM_PROCID"],
-        "LOCAL_RANK": slurm["SLURM_LOCALID"],
-        "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"],
+        "RANK": slurm[SRUN.rank],
+        "LOCAL_RANK": slurm[SRUN.local_rank],
+        "WORLD_SIZE": slurm[SRUN.world],
         "MASTER_ADDR": slurm.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": slurm.get("MASTER_PORT", str(_port_of_job(int(slurm["SLURM_JOB_ID"])))),
     }
 
 
 def adopt_mpirun(port: int) -> None:
-    """Say to torch in its own words what MPI knows. Only buffers are exchanged: mpi4py pickles everything else."""
+    """Set torch's variables from what MPI knows. Only buffers are exchanged: mpi4py pickles everything else."""
     from mpi4py import MPI  # its import starts MPI, which only `mpirun` can serve
 
     world = MPI.COMM_WORLD
@@ -63,7 +49,7 @@ def adopt_mpirun(port: int) -> None:
     world.Allreduce(MPI.IN_PLACE, hosts)
     address = bytearray(_first_address().encode().ljust(_ADDRESS_BYTES))
     world.Bcast(address, root=0)
-    os.environ[_HOSTS["mpirun"]] = str(hosts[0])
+    os.environ[OPEN_MPI.hosts] = str(hosts[0])
     if "LOCAL_RANK" not in os.environ:
         os.environ |= {
             "RANK": str(world.Get_rank()),
@@ -75,12 +61,39 @@ def adopt_mpirun(port: int) -> None:
     here.Free()
 
 
-def count_hosts(started_by: str) -> int | None:
-    """Return what the launcher says, or None if it says nothing: then there may be several."""
-    if started_by == "none":
-        return 1
-    told = os.environ.get(_HOSTS[started_by])
-    return int(told) if told else None
+@dataclass(frozen=True)
+class Launcher:
+    """`adopt` gives torch what it asks of a launcher; the port is for those that name none."""
+
+    name: str
+    place: PlaceVariables | None  # None: one process, which nobody numbers
+    detect: Callable[[Mapping[str, str]], bool]
+    adopt: Callable[[int], None]
+
+    def count_hosts(self) -> int | None:
+        """Return what the launcher says, or None if it says nothing: then there may be several."""
+        if self.place is None:
+            return 1
+        hosts = os.environ.get(self.place.hosts)
+        return int(hosts) if hosts else None
+
+
+NO_LAUNCHER = Launcher("none", None, lambda _: True, _adopt_nothing)
+# The first that detects itself: launchers run inside one another, and each leaves its variables. The batch script of a
+# Slurm job has SLURM_PROCID too, but no step of several tasks; srun sets PMI_SIZE as well, so MPICH comes after it.
+LAUNCHERS = (
+    Launcher("torchrun", TORCHRUN, lambda variables: "TORCHELASTIC_RUN_ID" in variables, _adopt_nothing),
+    Launcher("mpirun", OPEN_MPI, lambda variables: OPEN_MPI.world in variables, adopt_mpirun),
+    Launcher("deepspeed", DEEPSPEED, lambda variables: variables.keys() >= {"RANK", "WORLD_SIZE"}, _adopt_nothing),
+    Launcher("srun", SRUN, lambda variables: int(variables.get(SRUN.world, "1")) > 1, adopt_srun),
+    Launcher("mpirun", MPICH, lambda variables: MPICH.world in variables, adopt_mpirun),
+    NO_LAUNCHER,
+)
+
+
+def find_launcher() -> Launcher:
+    """Return the launcher of this process, by what it left in the environment."""
+    return next(launcher for launcher in LAUNCHERS if launcher.detect(os.environ))
 
 
 def accelerator() -> torch.device:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from megatron_style.base.command import log
 from megatron_style.base.events import TrainEvent
+from megatron_style.base.terminal import Terminal
 from megatron_style.base.units import with_prefix
 
 _REDRAW_SECONDS = 0.2
@@ -17,8 +16,8 @@ _GAUGE = 20  # characters
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A `train` event as it is recorded, and what only people want to know beside it."""
+class ProgressLine:
+    """A `train` event as it is recorded, and what only people want to know in addition."""
 
     event: TrainEvent
     total_steps: int
@@ -73,37 +72,36 @@ class Standing:
 
 
 class Console:
-    """Standard error. Where it can show a bar, the log of the rank gets the lines instead."""
+    """Shows progress: as a bar on a terminal, whose log gets the lines instead, or as lines on standard error."""
 
-    def __init__(self, total_steps: int) -> None:
-        self._stream: Any = sys.stderr  # with `draw` and `keep` where it has a bar
+    def __init__(self, total_steps: int, terminal: Terminal | None) -> None:
         self._total_steps = total_steps
-        self._has_bar = hasattr(self._stream, "draw")
-        self._standing: Standing | None = None
+        self._terminal = terminal
+        self._last: ProgressLine | None = None
         self._drawn_at = 0.0
 
-    def show(self, standing: Standing) -> None:
-        if not self._has_bar:
-            log(standing.line())
+    def show(self, progress: ProgressLine) -> None:
+        if self._terminal is None:
+            log(progress.line())
             return
-        self._standing = standing
-        self._stream.keep(standing.line() + "\n")
-        self._draw(standing.event.step)
+        self._last = progress
+        self._terminal.keep(progress.line() + "\n")
+        self._draw(self._terminal, progress.event.step)
 
     def after(self, step: int) -> None:
         """Between two lines only the bar's step moves."""
-        if self._has_bar and time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
-            self._draw(step)
+        if self._terminal is not None and time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
+            self._draw(self._terminal, step)
 
     def close(self) -> None:
-        if self._has_bar:
-            self._stream.draw("")
+        if self._terminal is not None:
+            self._terminal.draw("")
 
-    def _draw(self, step: int) -> None:
+    def _draw(self, terminal: Terminal, step: int) -> None:
         self._drawn_at = time.monotonic()
-        width: int = self._stream.width
-        bar = self._standing.bar(step, width) if self._standing else f"step {step}/{self._total_steps}"[: width - 1]
-        self._stream.draw(bar)
+        width = terminal.width
+        bar = self._last.bar(step, width) if self._last else f"step {step}/{self._total_steps}"[: width - 1]
+        terminal.draw(bar)
 
 
 def _known(value: float | None) -> float:

@@ -20,15 +20,16 @@ from megatron_style.base.events import (
     ValidEvent,
 )
 from megatron_style.base.run_folder import RunFolder
+from megatron_style.base.terminal import Terminal
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.engine.memory import forget_peak, peak_bytes
 from megatron_style.inference.held_out import HeldOut
-from megatron_style.journal.console import Console, Standing
+from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
-from megatron_style.journal.tensorboard import Board, code_block, scalars_of
-from megatron_style.journal.work import Totals, Work, peak_flops
+from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
+from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -45,10 +46,18 @@ class _Figures(NamedTuple):
 
 class Journal:
     def __init__(
-        self, run: RunConfig, schedule: StageSchedule, engine: TrainingEngine, topology: Topology, *, first_step: int
+        self,
+        run: RunConfig,
+        schedule: StageSchedule,
+        engine: TrainingEngine,
+        topology: Topology,
+        *,
+        first_step: int,
+        terminal: Terminal | None = None,
     ) -> None:
+        """`terminal` shows a progress bar; without one, progress is logged."""
         self._schedule, self._engine, self._topology = schedule, engine, topology
-        self._work = Work(run.model, engine.model.vocab_size, schedule)
+        self._work = FlopCounter(run.model, engine.model.vocab_size, schedule)
         self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
         self._all_flops = self._work.before(schedule.total_steps)
         self._skipped, self._stage_seconds = 0, 0.0
@@ -56,10 +65,10 @@ class Journal:
         self._peak = peak_flops(engine.device, engine.dtype, ranks=topology.data.size * topology.tensor.size)
         self._writes = topology.is_first
         if self._writes:
-            self._open(run, first_step)
+            self._open(run, first_step, terminal)
         self._shown = self._totals  # as they were at the last line
 
-    def _open(self, run: RunConfig, first_step: int) -> None:
+    def _open(self, run: RunConfig, first_step: int, terminal: Terminal | None) -> None:
         """Figures that are carried on come from the last line, which every step that saves has."""
         folder = RunFolder(run.output.path)
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -78,8 +87,8 @@ class Journal:
         }
         ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
         settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = Board(folder.tensorboard, settings, texts, self._metrics)
-        self._console = Console(self._schedule.total_steps)
+        self._board = TensorBoardWriter(folder.tensorboard, settings, texts, self._metrics)
+        self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
 
@@ -204,7 +213,7 @@ class Journal:
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
         self._console.show(
-            Standing(
+            ProgressLine(
                 event,
                 total_steps=self._schedule.total_steps,
                 stages=len(self._schedule.stages),
@@ -230,7 +239,7 @@ class Journal:
         if self._writes:
             self._metrics.write(event)
             self._board.add(event)
-            self._engine.tell_monitors(scalars_of(event))
+            self._engine.log_to_monitors(scalars_of(event))
 
     def __enter__(self) -> Self:
         return self

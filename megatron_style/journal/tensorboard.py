@@ -67,7 +67,7 @@ _SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_tok
 _COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # beside the settings, in the HPARAMS tab
 
 
-class Board:
+class TensorBoardWriter:
     def __init__(
         self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], recorded: MetricsFile
     ) -> None:

@@ -27,7 +27,7 @@ _NAMES = {
 }
 
 
-class Work:
+class FlopCounter:
     """Model FLOPs over all ranks, without what recompute repeats."""
 
     def __init__(self, model: ModelConfig, vocab_size: int, schedule: StageSchedule) -> None:

@@ -89,8 +89,6 @@ def rehearse(run: RunConfig, *, ranks: int, rank: int, usable: float) -> Rehears
 
 
 def _check_grid(run: RunConfig, ranks: int, rank: int) -> None:
-    if ranks < 1:
-        raise UserError(f"--rehearse {ranks}: must be a number of processes from 1 on")
     check_world(ranks, run.parallel.tensor)
     if not 0 <= rank < ranks:
         raise UserError(f"--rank {rank}: not in a grid of {ranks} processes; it must be 0 to {ranks - 1}")

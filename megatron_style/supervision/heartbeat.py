@@ -38,7 +38,7 @@ CAUSE_SECONDS = 20.0  # after a lost connection, to find out who was first
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostRank:
     record: RankRecord
     how: str
 
@@ -56,7 +56,7 @@ class Watch:
         self._changed: dict[int, float] = {}
         self._seen: dict[int, Seen] = {}
 
-    def look(self, found: Mapping[int, Seen]) -> list[Loss]:
+    def look(self, found: Mapping[int, Seen]) -> list[LostRank]:
         at = self._clock()
         if at - self._last_look > ASLEEP_SECONDS:  # the others may have slept with us, and wake with us
             self._changed = dict.fromkeys(self._changed, at)
@@ -69,7 +69,7 @@ class Watch:
         for rank, seen in self._seen.items():
             how = self._what_became_of(seen.record, silent=at - self._changed[rank], removed=rank not in current)
             if how:
-                losses.append(Loss(seen.record, how))
+                losses.append(LostRank(seen.record, how))
         return losses
 
     @property
@@ -92,7 +92,17 @@ class Watch:
 
 
 class Heartbeat:
-    def __init__(self, folder: Path, *, rank: int, launch: str, watches: Iterable[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        launch: str,
+        watches: Iterable[int],
+        every_beat: Callable[[], str | None] = lambda: None,
+        before_leaving: Callable[[int, str], None] = lambda _step, _reason: None,
+    ) -> None:
+        """`every_beat` may return a reason to end; `before_leaving` is given the step and the reason."""
         self._folder, self._rank, self._launch = folder, rank, launch
         self._others = sorted(set(watches) - {rank})
         self._watch = Watch(launch)
@@ -103,8 +113,8 @@ class Heartbeat:
         self._beats, self._began, self._told = 0, time.monotonic(), False
         self._done, self._writing = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self.every_beat: Callable[[], str | None] = lambda: None  # may give a reason to end
-        self.before_leaving: Callable[[str], None] = lambda _reason: None
+        self._every_beat = every_beat
+        self._before_leaving = before_leaving
 
     def at(self, step: int, phase: Phase) -> None:
         """Where the loop is. Costs nothing: the thread writes it with its next beat."""
@@ -158,7 +168,7 @@ class Heartbeat:
         while not self._done.wait(BEAT_SECONDS):
             try:
                 self.beat()
-                reason = self.every_beat()
+                reason = self._every_beat()
                 losses = self._watch.look(read_records(self._folder, self._others))
             except OSError:  # a disk that is full or away for a moment is no reason to end
                 continue
@@ -175,11 +185,11 @@ class Heartbeat:
             self._fail(reason, follows="left")
             if tells:
                 log(f"error: {reason}")
-            self.before_leaving(reason)
+            self._before_leaving(self.step, reason)
         finally:
             os._exit(EXIT_FAILED)
 
-    def _is_first_living(self, losses: list[Loss]) -> bool:
+    def _is_first_living(self, losses: list[LostRank]) -> bool:
         """Of those that know the cause: it is told once."""
         lost = {loss.record.rank for loss in losses if not loss.record.follows}
         records = [seen.record for seen in read_records(self._folder).values() if seen.record.launch == self._launch]
@@ -200,7 +210,7 @@ class Heartbeat:
             )
 
 
-def _paragraph(losses: list[Loss], folder: Path) -> str:
+def _paragraph(losses: list[LostRank], folder: Path) -> str:
     losses = [loss for loss in losses if not loss.record.follows] or losses
     told = "; ".join(map(str, losses[:3])) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
     log_file = RunFolder(folder).log(losses[0].record.rank)

@@ -14,7 +14,7 @@ _LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchSpec:
     run: RunConfig
     arguments: tuple[str, ...]  # of train
     hosts: Hosts = field(default_factory=dict)  # none: this machine

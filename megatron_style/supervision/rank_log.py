@@ -13,41 +13,37 @@ from typing import Any, TextIO, cast
 
 from megatron_style.base.errors import Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
-from megatron_style.base.terminal import Terminal, with_bar
+from megatron_style.base.terminal import Terminal, has_bar
 from megatron_style.supervision.record import now
 
 
 class _Both:
-    """Standard error as it is, and a copy. A disk that is full must not silence the console. A bar, where the console
-    has one, is not copied."""
+    """Standard error as it is, and a copy. A disk that is full must not silence the console."""
 
     def __init__(self, console: TextIO | Terminal, copy: TextIO) -> None:
         self._console, self._copy = console, copy
 
     def write(self, text: str) -> int:
-        self.keep(text)
-        return self._console.write(text)
-
-    def keep(self, text: str) -> None:
-        """Into the copy only."""
         with suppress(OSError, ValueError):
             self._copy.write(text)
+        return self._console.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)
 
 
 @contextmanager
-def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Path]:
-    path = RunFolder(folder).log(rank)
+def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Terminal | None]:
+    """Copy standard error to the log of this rank. Yield the terminal that it is, if a progress bar can be drawn."""
     console = sys.stderr
-    with path.open("a", encoding="utf-8", buffering=1) as copy:
+    with RunFolder(folder).log(rank).open("a", encoding="utf-8", buffering=1) as copy:
         copy.write(f"== launch {launch} begins: {now()}\n")
-        sys.stderr = cast(TextIO, _Both(with_bar(console), copy))
+        terminal = Terminal(console, log=copy) if has_bar(console) else None
+        sys.stderr = cast(TextIO, _Both(terminal or console, copy))
         _redirect_deepspeed(sys.stderr)
         faulthandler.enable(copy)
         try:
-            yield path
+            yield terminal
         except (Stopped, UserError) as reason:
             copy.write(f"{reason}\n")
             raise

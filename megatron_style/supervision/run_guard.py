@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_style.base.command import EXIT_INTERRUPTED, log
 from megatron_style.base.errors import Diverged, Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
+from megatron_style.base.terminal import Terminal
 from megatron_style.parallel.collectives import broadcast_json, gather_json
 from megatron_style.supervision.heartbeat import Heartbeat
 from megatron_style.supervision.lock import FolderLock, remove_if_empty
@@ -27,21 +28,26 @@ _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connectio
 
 
 @contextmanager
-def watched(folder: Path, signals: StopSignals) -> Iterator[Heartbeat]:
-    """When one rank stops, the others end within 30 seconds, and one of them says who it was."""
+def guard_run(folder: Path, signals: StopSignals) -> Iterator[tuple[Heartbeat, Terminal | None]]:
+    """When one rank stops, the others end within 30 seconds, and one of them says who it was. Yield the heartbeat of
+    this rank and the terminal that shows its progress, if there is one."""
     launch = _begin(RunFolder(folder))
     try:
-        with rank_log(folder, dist.get_rank(), launch.name):
-            heartbeat = Heartbeat(folder, rank=dist.get_rank(), launch=launch.name, watches=_ranks_to_watch())
-            if launch.lock:
-                heartbeat.every_beat = launch.lock.refresh
-                heartbeat.before_leaving = lambda reason: launch.ends("failed", heartbeat.step, reason)
+        with rank_log(folder, dist.get_rank(), launch.name) as terminal:
+            heartbeat = Heartbeat(
+                folder,
+                rank=dist.get_rank(),
+                launch=launch.name,
+                watches=_ranks_to_watch(),
+                every_beat=launch.refresh_lock,
+                before_leaving=launch.fails,
+            )
             signals.react = lambda: _end_at_once(folder, heartbeat.step) if signals.ends_at_once else None
             heartbeat.beat()  # from here on the rank may be asked to stop
             dist.barrier()  # every rank has its record: whoever is missing from now on is lost
             heartbeat.start()
             try:
-                yield heartbeat
+                yield heartbeat, terminal
                 dist.barrier()  # nobody stops watching while another rank still works
             except BaseException as error:
                 _record_failure(launch, heartbeat, error)
@@ -67,6 +73,13 @@ class _Launch:
         except OSError as problem:
             log(f"warning: {self.folder.status.name} could not be written: {problem}")
         self.lock.release()
+
+    def refresh_lock(self) -> str | None:
+        """Return a reason to end, if another launch has taken the lock."""
+        return self.lock.refresh() if self.lock else None
+
+    def fails(self, step: int, reason: str) -> None:
+        self.ends("failed", step, reason)
 
     def leave(self) -> None:
         """A first run that was refused leaves nothing: the last rank to go finds the folders empty."""

@@ -1,12 +1,7 @@
-"""Keep a run going: start it, and start it again from its last checkpoint when a rank or a host dies.
-
-python -m megatron_style.supervision.supervisor --processes 2 run_configs/quickstart.yaml --set output.path=runs/first
-"""
+"""Keep a run going: start it, and start it again from its last checkpoint when a rank or a host dies."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,18 +13,14 @@ from megatron_style.base.command import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
-    command_parser,
     log,
-    run_command,
 )
 from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import RunFolder
-from megatron_style.config.run import load_run, seconds_of
-from megatron_style.config.train_arguments import add_run_arguments, settings_of
-from megatron_style.hosts.hosts import Unanswered, read_hostfile
+from megatron_style.hosts.hosts import Unanswered
 from megatron_style.supervision.cluster import Hosts, Ssh, answering, divisible, signal_ranks, ssh
 from megatron_style.supervision.launch import Launch
-from megatron_style.supervision.launch_spec import Order
+from megatron_style.supervision.launch_spec import LaunchSpec
 from megatron_style.supervision.lock import FolderLock
 from megatron_style.supervision.record import RankRecord, read_records
 from megatron_style.supervision.signals import StopSignals
@@ -39,7 +30,7 @@ LONGEST_PAUSE = 300.0
 LOOK_SECONDS = 1.0
 
 
-class Asked(Exception):
+class StopAsked(Exception):
     """Someone wants the supervisor to end."""
 
 
@@ -48,9 +39,10 @@ class Failed(Exception):
 
 
 class Supervisor:
-    def __init__(self, order: Order, *, ssh: Ssh = ssh) -> None:
-        self._order, self._ssh = order, ssh
-        self._folder = order.run.output.path
+    def __init__(self, spec: LaunchSpec, *, ssh: Ssh = ssh) -> None:
+        self._spec = spec
+        self._ssh = ssh
+        self._folder = spec.run.output.path
         self._lock = FolderLock(RunFolder(self._folder).supervisor)
         self._leftovers: list[RankRecord] = []  # ranks of the last launch, which may live
         self._attempts: list[str] = []
@@ -63,7 +55,7 @@ class Supervisor:
         self._signals = StopSignals()
         try:
             return self._until_done()
-        except Asked:
+        except StopAsked:
             log("supervisor: asked to stop between two attempts")
             return EXIT_STOPPED
         finally:
@@ -80,23 +72,23 @@ class Supervisor:
         while True:
             before = self._checkpoint()
             try:
-                signal_ranks(self._leftovers, self._order.hosts, self._ssh)  # a host may answer only now
+                signal_ranks(self._leftovers, self._spec.hosts, self._ssh)  # a host may answer only now
                 self._refuse_to_share(run_lock)
                 return self._attempt()
             except Failed as failure:
                 self._attempts.append(str(failure))
             failures = 1 if self._checkpoint() != before else failures + 1
             log(f"supervisor: attempt {len(self._attempts)} failed: {self._attempts[-1]}")
-            if failures > self._order.retries:
+            if failures > self._spec.retries:
                 self._summarise()
                 return EXIT_FAILED
-            seconds = min(self._order.pause * 2 ** (failures - 1), LONGEST_PAUSE)
+            seconds = min(self._spec.pause * 2 ** (failures - 1), LONGEST_PAUSE)
             log(f"supervisor: again in {seconds:g} s from {self._checkpoint() or 'the beginning'}")
             self._sleep(seconds)
 
     def _attempt(self) -> int:
         """Return the run's own exit code, if trying again would not change it."""
-        hosts = self._usable_hosts() if self._order.hosts else {}
+        hosts = self._usable_hosts() if self._spec.hosts else {}
         launch = self._launch(hosts)
         code = launch.code(self._signals)
         if code == EXIT_DONE:
@@ -115,27 +107,27 @@ class Supervisor:
             command = self._command(Path(directory), hosts)
             try:
                 launch = Launch(
-                    command, self._folder, hosts=list(self._order.hosts), over_ssh=list(hosts), ssh=self._ssh
+                    command, self._folder, hosts=list(self._spec.hosts), over_ssh=list(hosts), ssh=self._ssh
                 )
             except Unanswered as error:
                 raise Failed(str(error)) from None
             with launch:
                 try:
                     self._wait(launch)
-                except Asked:
+                except StopAsked:
                     launch.stop(self._signals, seconds=STOP_SECONDS)
                 finally:
                     self._leftovers = launch.records  # on a host that does not answer
         return launch
 
     def _command(self, directory: Path, hosts: Hosts) -> list[str]:
-        return self._order.command(directory, hosts)
+        return self._spec.command(directory, hosts)
 
     def _usable_hosts(self) -> Hosts:
-        tensor = self._order.run.parallel.tensor
-        answer = answering(self._order.hosts, self._ssh)
+        tensor = self._spec.run.parallel.tensor
+        answer = answering(self._spec.hosts, self._ssh)
         hosts = divisible(answer, tensor)
-        silent = [host for host in self._order.hosts if host not in answer]
+        silent = [host for host in self._spec.hosts if host not in answer]
         if silent:
             log(f"supervisor: without {', '.join(silent)}, which do not answer: {sum(hosts.values())} ranks")
         if not hosts:
@@ -150,8 +142,8 @@ class Supervisor:
             position = self._position()
             if position != last:
                 last, since = position, time.monotonic()
-            if time.monotonic() - since > self._order.stall and not launch.has_ended:
-                raise Failed(f"no new step for {self._order.stall:g} s")
+            if time.monotonic() - since > self._spec.stall and not launch.has_ended:
+                raise Failed(f"no new step for {self._spec.stall:g} s")
 
     def _position(self) -> list[tuple[str, int, str]]:
         return [(record.launch, record.step, record.phase) for record in self._records()]
@@ -189,7 +181,7 @@ class Supervisor:
         until = time.monotonic() + seconds
         while True:
             if self._signals.asked:
-                raise Asked
+                raise StopAsked
             lost = self._lock.refresh()
             if lost:
                 raise UserError(lost)
@@ -197,44 +189,3 @@ class Supervisor:
             if left <= 0:
                 return
             time.sleep(min(left, 1.0))
-
-
-def _duration(text: str) -> float:
-    try:
-        return seconds_of(text)
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90s, 30m or 2h") from None
-
-
-def main() -> None:
-    parser = command_parser(
-        "supervision.supervisor",
-        "Train, and go on from the last checkpoint when a rank or a host dies.",
-        "./launch/supervise.sh --hostfile hosts --retries 5 run_configs/quickstart.yaml --set output.path=runs/first",
-    )
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="lines of `host slots=N`; default: this machine")
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="ranks on this machine; default: one per accelerator"
-    )
-    parser.add_argument("--retries", type=int, default=5, metavar="N", help="so many in a row without a new checkpoint")
-    parser.add_argument("--pause", type=_duration, default=5.0, metavar="5s", help="before a retry; doubles each time")
-    parser.add_argument("--stall", type=_duration, default=1800.0, metavar="30m", help="so long without a new step")
-    add_run_arguments(parser)
-    args = parser.parse_args()
-    if args.hostfile and args.processes:
-        raise UserError("--processes is for this machine only; a hostfile says how many with `slots=N`")
-    settings = settings_of(args)
-    order = Order(
-        run=load_run(args.run, settings),
-        arguments=(str(args.run), *(word for setting in settings for word in ("--set", setting))),
-        hosts={host.name: host.slots or 1 for host in read_hostfile(args.hostfile)} if args.hostfile else {},
-        processes=args.processes,
-        retries=args.retries,
-        pause=args.pause,
-        stall=args.stall,
-    )
-    sys.exit(Supervisor(order).run())
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -22,13 +22,13 @@ PORT = 29511
 def doctor(
     hosts: Cluster, hostfile: Path, run_file: Path, *before: str
 ) -> tuple[int, dict[str, list[tuple[str, str]]]]:
-    """Its exit code, and by level what each finding is about and tells."""
+    """Its exit code, and by level the subject and message of each finding."""
     command = [*before, sys.executable, "-m", "megatron_style.doctor", "--hostfile", hostfile, run_file, "--json"]
     result = hosts.run(*command, MASTER_PORT=PORT)
     assert result.returncode in (0, 1), result.stderr
     levels: dict[str, list[tuple[str, str]]] = {"FAIL": [], "WARN": [], "ok": []}
     for finding in json.loads(result.stdout)["findings"]:
-        levels[finding["level"]].append((finding["about"], finding["told"]))
+        levels[finding["level"]].append((finding["subject"], finding["message"]))
     return result.returncode, levels
 
 

@@ -64,11 +64,6 @@ def test_a_worker_that_dies_is_an_error_of_one_line() -> None:
         list(pool.map(die, range(3)))
 
 
-def test_no_workers_are_refused() -> None:
-    with pytest.raises(UserError, match="--workers 0 must be at least 1"), worker_pool(0):
-        pass
-
-
 def test_mpi_is_not_started_outside_mpirun() -> None:
     code = "import sys, operator; from megatron_style.data.workers import worker_pool\n"
     code += "with worker_pool(2) as pool: list(pool.map(operator.neg, range(2)))\n"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_style.base.command import run_command
-from megatron_style.doctor import judge_clocks, judge_disk, judge_host, judge_versions, main
+from megatron_style.doctor import main
+from megatron_style.hosts.diagnosis import judge_clocks, judge_disk, judge_host, judge_versions
 from megatron_style.hosts.hosts import Host
 from tests.support.launch import free_port, launch
 from tests.support.small_run import write_small_run
@@ -36,8 +37,8 @@ def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
     assert "parallel.tensor (2) must divide the 1 processes" in result.stdout.splitlines()[0]
     (tmp_path / "train.bin").unlink()
     findings = json.loads(launch("doctor", run_file, "--json").stdout)["findings"]
-    assert [finding["about"] for finding in findings if finding["level"] == "FAIL"] == ["localhost", "run"]
-    assert f"cannot read {tmp_path / 'train.bin'}" in findings[0]["told"]
+    assert [finding["subject"] for finding in findings if finding["level"] == "FAIL"] == ["localhost", "run"]
+    assert f"cannot read {tmp_path / 'train.bin'}" in findings[0]["message"]
 
 
 def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_rehearsal_of_one_rank_of_many(tmp_path: Path) -> None:
     assert [each["stage"]["segment_length"] for each in rehearsal["stages"]] == [8, 24]
     assert all(each["peak"] == max(each["passes"], each["update"]) > 0 for each in rehearsal["stages"])
     assert [finding["level"] for finding in told["findings"]] == ["ok"] * 4
-    assert {finding["about"] for finding in told["findings"]} == {"stage 1", "stage 2", "rank 5", "run"}
+    assert {finding["subject"] for finding in told["findings"]} == {"stage 1", "stage 2", "rank 5", "run"}
 
 
 def test_a_rehearsed_run_that_is_too_large_fails_with_a_remedy(tmp_path: Path) -> None:
@@ -81,8 +82,8 @@ def test_a_rehearsed_run_that_is_too_large_fails_with_a_remedy(tmp_path: Path) -
     [
         (["--rehearse", "3", "--set", "parallel.tensor=2"], "parallel.tensor (2) must divide the 3 processes"),
         (["--rehearse", "4", "--rank", "4"], "--rank 4: not in a grid of 4 processes; it must be 0 to 3"),
-        (["--rehearse", "0"], "--rehearse 0: must be"),
-        (["--rehearse", "many"], "argument --rehearse: invalid int value: 'many'"),
+        (["--rehearse", "0"], "--rehearse: '0' is not a whole number of at least 1; "),
+        (["--rehearse", "many"], "--rehearse: 'many' is not a whole number of at least 1; "),
         (["--rehearse", "4", "--hostfile", "hosts"], "--hostfile: a rehearsal asks no hosts"),
         (["--rehearse", "4", "--gpu-memory", "plenty"], "--gpu-memory plenty: not a size"),
         (["--rank", "1"], "--rank: belongs to a rehearsal"),
@@ -120,7 +121,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_clocks_are_compared_with_each_other() -> None:
     (apart,) = judge_clocks({A: -3.0, B: 4.5})
-    assert (apart.level, apart.told) == ("WARN", "b is 7.5 s ahead of a; set them by NTP")
+    assert (apart.level, apart.message) == ("WARN", "b is 7.5 s ahead of a; set them by NTP")
     assert [finding.level for finding in judge_clocks({A: 100.0, B: 100.5})] == ["ok"]
 
 
@@ -146,4 +147,4 @@ def test_disk_against_checkpoints() -> None:
 def test_a_differing_version_is_told_with_both() -> None:
     facts = {host: {"same": {"torch": name, "Python": "3.11"}} for host, name in ((A, "2.13"), (B, "2.12"))}
     (finding,) = judge_versions(facts)
-    assert (finding.level, finding.about, finding.told) == ("FAIL", "b", "torch is 2.12, on a it is 2.13")
+    assert (finding.level, finding.subject, finding.message) == ("FAIL", "b", "torch is 2.12, on a it is 2.13")

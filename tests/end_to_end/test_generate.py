@@ -266,20 +266,20 @@ def test_the_command_does_without_deepspeed() -> None:
 
 # What is refused
 
-AT_LEAST_1 = "it must be at least 1"
+AT_LEAST_1 = "is not a whole number of at least 1; "
 BAD_FLAGS = {
     "an empty prompt": (["--prompt", " \n"], "--prompt is empty; give it at least one word"),
     "a prompt that is no text": (["--prompt", "w1 \udcff"], "--prompt: is not UTF-8 text"),
-    "no tokens": (["--tokens", "0"], f"--tokens is 0; {AT_LEAST_1}"),
-    "fewer than no tokens": (["--tokens", "-5"], f"--tokens is -5; {AT_LEAST_1}"),
+    "no tokens": (["--tokens", "0"], f"--tokens: '0' {AT_LEAST_1}"),
+    "fewer than no tokens": (["--tokens", "-5"], f"--tokens: '-5' {AT_LEAST_1}"),
     "a negative temperature": (["--temperature", "-1"], "--temperature is -1.0; it must be 0 (greedy) or more"),
     "no temperature": (["--temperature", "nan"], "--temperature is nan; it must be 0 (greedy) or more"),
     "an endless temperature": (["--temperature", "inf"], "--temperature is inf; it must be 0 (greedy) or more"),
-    "no candidates": (["--top-k", "0"], f"--top-k is 0; {AT_LEAST_1}"),
+    "no candidates": (["--top-k", "0"], f"--top-k: '0' {AT_LEAST_1}"),
     "no mass": (["--top-p", "0"], "--top-p is 0.0; it must be above 0 and at most 1"),
     "too much mass": (["--top-p", "1.1"], "--top-p is 1.1; it must be above 0 and at most 1"),
-    "no beams": (["--beams", "0"], f"--beams is 0; {AT_LEAST_1}"),
-    "no rows": (["--batch-rows", "0"], f"--batch-rows is 0; {AT_LEAST_1}"),
+    "no beams": (["--beams", "0"], f"--beams: '0' {AT_LEAST_1}"),
+    "no rows": (["--batch-rows", "0"], f"--batch-rows: '0' {AT_LEAST_1}"),
     "a negative seed": (["--seed", "-1"], "--seed is -1; it must be at least 0"),
     "too large a seed": (["--seed", str(2**63)], "it must be at least 0 and below 2^63"),
     "an empty stop": (["--stop", ""], "--stop is empty; give it the text to end before"),

@@ -16,11 +16,12 @@ import pytest
 
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import UserError
+from megatron_style.data.prepare import Recipe, prepare_corpus
 from megatron_style.data.store import open_store
 from megatron_style.data.text import TextFile
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.data.workers import worker_pool
-from megatron_style.prepare import Recipe, main, prepare_corpus
+from megatron_style.prepare import main
 from tests.support.oracle import ORACLE, needs_oracle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +235,10 @@ BAD_FLAGS = {
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--dictionary", "{dir}/nowhere"],
         "nowhere: no tokenizer here",
     ),
-    "no workers": (["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--workers", "0"], "--workers 0"),
+    "no workers": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--workers", "0"],
+        "--workers: '0' is not a whole number",
+    ),
 }
 
 

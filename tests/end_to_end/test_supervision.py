@@ -22,7 +22,7 @@ from tests.support.training import write_corpus
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module", "megatron_style.train")
-SUPERVISOR = ("-m", "megatron_style.supervision.supervisor", "--processes", "2", "--pause", "1s")
+SUPERVISOR = ("-m", "megatron_style.supervise", "--processes", "2", "--pause", "1s")
 
 
 @pytest.fixture

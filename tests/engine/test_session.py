@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.launchers import OPEN_MPI
 from megatron_style.engine import session
+from megatron_style.hosts.launcher import find_launcher
 from megatron_style.parallel.topology import Topology
 
 
@@ -70,8 +73,10 @@ def test_under_a_launcher_the_device_comes_before_the_process_group(
 def test_under_mpirun_too(calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI does not say LOCAL_RANK; it has to be found first."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
-    monkeypatch.setattr(session, "adopt_mpirun", lambda _: monkeypatch.setenv("LOCAL_RANK", "3"))
-    monkeypatch.setattr(session, "count_hosts", lambda _: 2)
+    monkeypatch.setenv(OPEN_MPI.hosts, "2")
+    found = replace(find_launcher(), adopt=lambda _: monkeypatch.setenv("LOCAL_RANK", "3"))
+    assert found.name == "mpirun"
+    monkeypatch.setattr(session, "find_launcher", lambda: found)
     enter_and_leave()
     assert calls[:3] == [("set_device", 3), ("init_distributed", "nccl"), ("first collective",)]
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megatron_style.base.command import log
 from megatron_style.base.events import TrainEvent
-from megatron_style.base.terminal import Terminal, with_bar
-from megatron_style.journal.console import Console, Standing
+from megatron_style.base.run_folder import RunFolder
+from megatron_style.base.terminal import Terminal, has_bar
+from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.supervision.rank_log import rank_log
 from tests.support.screen import Screen
 
@@ -32,7 +33,7 @@ EVENT = TrainEvent(
     flops_per_second=1.5e12,
     memory_bytes=3 * 2**30,
 )
-STANDING = Standing(EVENT, total_steps=400, stages=2, share_done=0.5, seconds_left=3661.2)
+LINE = ProgressLine(EVENT, total_steps=400, stages=2, share_done=0.5, seconds_left=3661.2)
 FACTS = [
     "stage 1/2", "step 121/400", "[##########..........] 50%", "1:01:01 left", "loss 4.3211", "lr 0.25",
     "12,346 tokens/s", "1.5 TFLOP/s", "3.00 GiB", "1,105,920 tokens",
@@ -80,14 +81,14 @@ def test_a_line_of_another_rank_takes_the_place_of_the_bar() -> None:
 
 
 def test_the_bar_tells_everything_where_there_is_room() -> None:
-    bar = STANDING.bar(121, 200)
+    bar = LINE.bar(121, 200)
     assert [bar.index(fact) for fact in FACTS] == sorted(bar.index(fact) for fact in FACTS)
-    assert "(40% of peak)" in replace(STANDING, peak_share=0.4).bar(121, 200)
+    assert "(40% of peak)" in replace(LINE, peak_share=0.4).bar(121, 200)
 
 
 @pytest.mark.parametrize("width", range(2, 160, 7))
 def test_a_narrow_bar_leaves_facts_out_and_cuts_none(width: int) -> None:
-    bar = STANDING.bar(121, width)
+    bar = LINE.bar(121, width)
     assert len(bar) < width
     left = bar
     for fact in FACTS:
@@ -96,7 +97,7 @@ def test_a_narrow_bar_leaves_facts_out_and_cuts_none(width: int) -> None:
 
 
 def test_the_line_tells_the_same() -> None:
-    line = replace(STANDING, note=", skipped").line()
+    line = replace(LINE, note=", skipped").line()
     for fact in ("step 120/400, stage 1/2", "loss 4.3211", "gradient norm 0.500", "learning rate 0.25", *FACTS[6:]):
         assert fact in line
     assert line.endswith("1:01:01 left, skipped")
@@ -104,10 +105,10 @@ def test_the_line_tells_the_same() -> None:
 
 def test_only_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(with_bar(Tty()), Terminal)
-    assert not isinstance(with_bar(io.StringIO()), Terminal)
+    assert has_bar(Tty())
+    assert not has_bar(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
-    assert not isinstance(with_bar(Tty()), Terminal)
+    assert not has_bar(Tty())
 
 
 @pytest.fixture
@@ -122,15 +123,15 @@ def deepspeed() -> Iterator[logging.StreamHandler[TextIO]]:
 def say_everything(folder: Path, deepspeed: logging.StreamHandler[TextIO]) -> str:
     """As a rank does: lines of the run, of DeepSpeed, and the standing. What its log holds."""
     (folder / "logs").mkdir()
-    with rank_log(folder, 0, "launch") as path:
-        console = Console(400)
+    with rank_log(folder, 0, "launch") as terminal:
+        console = Console(400, terminal)
         console.after(119)
-        console.show(STANDING)
+        console.show(LINE)
         log("step 120/400: held-out perplexity 50.00")
         deepspeed.emit(logging.makeLogRecord({"msg": "a word of DeepSpeed"}))
         console.after(121)
         console.close()
-    return path.read_text()
+    return RunFolder(folder).log(0).read_text()
 
 
 def test_a_terminal_has_the_bar_and_the_log_of_the_rank_the_lines(
@@ -144,7 +145,7 @@ def test_a_terminal_has_the_bar_and_the_log_of_the_rank_the_lines(
     assert screen.lines == ["step 120/400: held-out perplexity 50.00", "a word of DeepSpeed"]
     assert screen.last == ""
     assert any(line.startswith("stage 1/2  step 120/400") for line in screen.seen)
-    assert kept.splitlines()[1:] == [STANDING.line(), *screen.lines]
+    assert kept.splitlines()[1:] == [LINE.line(), *screen.lines]
     assert not set(kept) & {"\r", "\x1b"}
 
 
@@ -155,5 +156,5 @@ def test_a_log_file_has_lines_only(
     monkeypatch.setattr(sys, "stderr", stream)
     kept = say_everything(tmp_path, deepspeed)
     assert stream.getvalue().splitlines() == kept.splitlines()[1:]
-    assert stream.getvalue().splitlines()[0] == STANDING.line()
+    assert stream.getvalue().splitlines()[0] == LINE.line()
     assert not set(stream.getvalue()) & {"\r", "\x1b"}

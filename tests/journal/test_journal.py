@@ -22,7 +22,7 @@ from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal import metrics_file as metrics
 from megatron_style.journal.journal import Journal
 from megatron_style.journal.tensorboard import code_block
-from megatron_style.journal.work import _NAMES, Work, peak_flops
+from megatron_style.journal.work import _NAMES, FlopCounter, peak_flops
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.hardware import GPUS
 from megatron_style.planning.timing import training_flops_per_token
@@ -65,7 +65,7 @@ class Driver:
         self.run, self.schedule, self.told = run, schedule_of(run), list[dict[str, float]]()
         engine = SimpleNamespace(
             model=SimpleNamespace(vocab_size=VOCAB_SIZE), device=torch.device("cpu"), dtype=torch.float32,
-            zero_stage=0, tell_monitors=self.told.append,
+            zero_stage=0, log_to_monitors=self.told.append,
         )  # fmt: skip
         self.step = first_step
         self.journal = Journal(run, self.schedule, cast(TrainingEngine, engine), Topology(), first_step=first_step)
@@ -263,7 +263,7 @@ def test_the_time_left_counts_what_the_last_stage_costs(tmp_path: Path, capsys: 
     """At a steady speed in FLOPs it is exact, although the second stage's tokens cost more."""
     run = a_run(tmp_path)
     driver = Driver(run)
-    work = Work(run.model, VOCAB_SIZE, driver.schedule)
+    work = FlopCounter(run.model, VOCAB_SIZE, driver.schedule)
     speed = work.before(16) / 1000  # the whole run takes 1000 seconds
     for step in range(12):
         plan = driver.schedule.plan(step)

@@ -20,7 +20,7 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.supervision.heartbeat import Heartbeat, Watch
 from megatron_style.supervision.process import Process
 from megatron_style.supervision.record import RankRecord, Seen, read_records, read_status
-from megatron_style.supervision.run_guard import watched
+from megatron_style.supervision.run_guard import guard_run
 from megatron_style.supervision.signals import StopSignals
 
 ELSEWHERE = Process("node-7", "another boot", 123, 456)
@@ -96,7 +96,7 @@ def test_a_folder_that_is_not_shared_is_told_once(
 
 
 def body(folder: Path, what: str, whom: int) -> None:
-    with watched(folder, StopSignals()) as heartbeat:
+    with guard_run(folder, StopSignals()) as (heartbeat, _):
         heartbeat.at(3, "training")
         time.sleep(2.5)  # a beat tells it
         if dist.get_rank() == whom:
@@ -169,7 +169,7 @@ def test_when_one_rank_stops_the_others_end_and_one_says_why(
 
 
 def slow(folder: Path) -> None:
-    with watched(folder, StopSignals()) as heartbeat:
+    with guard_run(folder, StopSignals()) as (heartbeat, _):
         heartbeat.at(1, "saving")
         if dist.get_rank():
             sum(range(200_000_000 // 2))  # holds the interpreter's lock for a second or more, inside one call
@@ -187,7 +187,7 @@ def test_a_slow_rank_is_waited_for_and_a_normal_end_is_told(tmp_path: Path) -> N
 
 def leaves(folder: Path, error: Exception) -> str:
     try:
-        with watched(folder, StopSignals()):
+        with guard_run(folder, StopSignals()):
             raise error
     except type(error) as caught:
         return str(caught)

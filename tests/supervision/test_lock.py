@@ -15,7 +15,7 @@ import pytest
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.supervision.lock import STALE_SECONDS, FolderLock, Owner
 from megatron_style.supervision.process import Process, started_at, this_process
-from megatron_style.supervision.run_guard import watched
+from megatron_style.supervision.run_guard import guard_run
 from megatron_style.supervision.signals import StopSignals
 
 ELSEWHERE = Process("node-7", "another boot", 123, 456)
@@ -116,7 +116,7 @@ def test_an_owner_notices_that_its_lock_is_anothers(path: Path) -> None:
 
 def enter(folder: Path) -> str:
     try:
-        with watched(folder, StopSignals()):
+        with guard_run(folder, StopSignals()):
             return "entered"
     except ValueError as error:
         return str(error)

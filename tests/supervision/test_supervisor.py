@@ -15,7 +15,7 @@ import pytest
 
 from megatron_style.base.errors import UserError
 from megatron_style.supervision.cluster import Hosts, divisible, signal_ranks
-from megatron_style.supervision.launch_spec import Order
+from megatron_style.supervision.launch_spec import LaunchSpec
 from megatron_style.supervision.lock import FolderLock
 from megatron_style.supervision.process import Process, started_at, this_process
 from megatron_style.supervision.record import RankRecord, read_records, write_record
@@ -58,13 +58,13 @@ class Pretends(Supervisor):
         return [sys.executable, "-c", PRETEND + self.script, str(self._folder)]
 
 
-def order(folder: Path, **settings: Any) -> Order:
+def launch_spec(folder: Path, **settings: Any) -> LaunchSpec:
     run = tiny_run(output={"path": str(folder)}, parallel={"tensor": settings.pop("tensor", 1)})
-    return Order(run=run, arguments=(), pause=0.0, **settings)
+    return LaunchSpec(run=run, arguments=(), pause=0.0, **settings)
 
 
 def supervise(folder: Path, script: str, **settings: Any) -> int:
-    supervisor = Pretends(order(folder, **settings))
+    supervisor = Pretends(launch_spec(folder, **settings))
     supervisor.script = script
     return supervisor.run()
 
@@ -176,7 +176,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, silent: str, tens
         model={**tiny_run().model.as_data(), "heads": 12, "ffn_size": 24, "hidden_size": 24},
     )
     supervisor = Supervisor(
-        Order(run=run, arguments=("run.yaml",), hosts=HOSTS), ssh=lambda host, _: host not in silent
+        LaunchSpec(run=run, arguments=("run.yaml",), hosts=HOSTS), ssh=lambda host, _: host not in silent
     )
     command = supervisor._command(tmp_path, supervisor._usable_hosts())
     assert (tmp_path / "hostfile").read_text() == kept
@@ -184,7 +184,7 @@ def test_hosts_that_do_not_answer_are_left_out(tmp_path: Path, silent: str, tens
 
 
 def test_without_hosts_an_attempt_fails_and_can_be_repeated(tmp_path: Path) -> None:
-    supervisor = Supervisor(order(tmp_path, hosts=HOSTS), ssh=lambda *_: False)
+    supervisor = Supervisor(launch_spec(tmp_path, hosts=HOSTS), ssh=lambda *_: False)
     with pytest.raises(Failed, match="room for 0 ranks"):
         supervisor._command(tmp_path, supervisor._usable_hosts())
 

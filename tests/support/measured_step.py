@@ -9,8 +9,8 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  what every engi
 import torch
 
 from megatron_style.config.run import RunConfig
+from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import Corpus, open_corpus
-from megatron_style.data.lanes import read_batch
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.local_ranks import run_ranks

@@ -1,0 +1,216 @@
+"""Write text with a model, for prompts or line by line with what is typed; Ctrl-C ends a text, not the program."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from threading import Event
+from types import FrameType
+
+from megatron_style.base.command import log, say
+from megatron_style.base.errors import UserError
+from megatron_style.config.model import ModelFolderConfig
+from megatron_style.data.tokenizer import SPECIALS, UNK, Tokenizer
+from megatron_style.inference.beams import beam_search
+from megatron_style.inference.sampling import (
+    CHARACTER,
+    Continuation,
+    Sampler,
+    Walk,
+    generate,
+    generator_of,
+    open_walk,
+    write_on,
+)
+from megatron_style.model.shortformer import Shortformer
+
+
+@dataclass(frozen=True)
+class WritingOptions:
+    sampler: Sampler
+    beams: int  # 0: sampling
+    tokens: int  # per text, at most
+    stop: Sequence[str]  # a text ends before any of these
+    stop_at_line_end: bool
+    seed: int
+    batch_rows: int  # prompts that are continued at once
+    shows_growth: bool  # a single text is shown while it grows
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes text with one model, until there is enough of it, it has ended, or Ctrl-C asks."""
+
+    options: WritingOptions
+    config: ModelFolderConfig
+    tokenizer: Tokenizer
+    model: Shortformer
+
+    def write(self, prompts: Sequence[str], asked: Event) -> list[Continuation]:
+        """Return a continuation of each prompt; after Ctrl-C there may be fewer."""
+        return self._search(prompts, asked) if self.options.beams else self._sample(prompts, asked)
+
+    def _sample(self, prompts: Sequence[str], asked: Event) -> list[Continuation]:
+        """Sample batch after batch; the text of a prompt does not depend on its batch."""
+        texts: list[Continuation] = []
+        for first in range(0, len(prompts), self.options.batch_rows):
+            batch = prompts[first : first + self.options.batch_rows]
+            stream = generate(
+                self.model,
+                [self.tokenizer.encode(prompt) for prompt in batch],
+                self.options.sampler,
+                segment_length=self.config.segment_length,
+                cache_length=self.config.cache_length,
+                eos=self.config.eos,
+                seed=self.options.seed,
+                first=first,
+            )
+            texts += self._follow(stream, len(batch), asked, alone=len(prompts) == 1)
+            if asked.is_set():
+                break
+        return texts
+
+    def _search(self, prompts: Sequence[str], asked: Event) -> list[Continuation]:
+        """Search prompt after prompt: its beams are the batch."""
+        texts: list[Continuation] = []
+        for prompt in prompts:
+            progress = beam_search(
+                self.model,
+                self.tokenizer.encode(prompt),
+                beams=self.options.beams,
+                tokens=self.options.tokens,
+                segment_length=self.config.segment_length,
+                cache_length=self.config.cache_length,
+                eos=self.config.eos,
+                ended=self._has_ended,
+            )
+            for best in progress:
+                found = best.tokens
+                if asked.is_set():
+                    break
+            texts += self._follow(([token] for token in found), 1, Event(), alone=len(prompts) == 1)
+            if asked.is_set():
+                break
+        return texts
+
+    def converse(self) -> None:
+        """Take each typed line as a new line of one text, and continue it; an empty line only continues."""
+        eos = self.config.eos
+        generator = generator_of(self.options.seed, 0)
+        walk, unread = self._open_walk(), [eos]
+        for line in typed_lines():
+            if line.strip() == "/reset":
+                walk, unread = self._open_walk(), [eos]
+                continue
+            try:
+                note_unknown_words([line], self.tokenizer)
+            except UserError as error:
+                log(f"error: {error}")
+                continue
+            if line.strip():
+                unread += [*([eos] if unread[-1] != eos else []), *self.tokenizer.encode(line)]
+            with ctrl_c() as asked:
+                stream = write_on(self.model, walk, walk.read(unread)[None], self.options.sampler, [generator])
+                (text,) = self._follow(stream, 1, asked, alone=True)
+            say("\n")
+            unread = text.tokens[-1:]
+
+    def _open_walk(self) -> Walk:
+        return open_walk(
+            self.model,
+            rows=1,
+            segment_length=self.config.segment_length,
+            cache_length=self.config.cache_length,
+        )
+
+    def _has_ended(self, tokens: Sequence[int]) -> bool:
+        if self.options.stop_at_line_end and tokens[-1] == self.config.eos:
+            return True
+        longest = max((len(stop.encode()) for stop in self.options.stop), default=0)  # a token has at least one byte
+        text = self.tokenizer.decode(tokens[-longest - CHARACTER :])
+        return any(stop in text for stop in self.options.stop)
+
+    def _follow(self, stream: Iterable[list[int]], rows: int, asked: Event, *, alone: bool) -> list[Continuation]:
+        """Take tokens until there are enough, all have ended, or Ctrl-C asks. A text alone is shown as it grows."""
+        tell = say if alone and self.options.shows_growth else lambda _: None
+        texts = [
+            Continuation(self.tokenizer, self.options.stop, line_end=self.options.stop_at_line_end) for _ in range(rows)
+        ]
+        for tokens in islice(stream, self.options.tokens):
+            for text, token in zip(texts, tokens, strict=True):
+                if not text.ended:
+                    tell(text.add(token))
+            if asked.is_set() or all(text.ended for text in texts):
+                break
+        for text in texts:
+            tell(text.finish())
+        return texts
+
+
+def check_text(text: str, where: str) -> None:
+    """Python lets bytes that are no text through, in disguise, when they come from a shell or a pipe."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: is not UTF-8 text") from None
+
+
+def note_unknown_words(prompts: Iterable[str], tokenizer: Tokenizer) -> None:
+    """A prompt that the model can read nothing of is refused; some strange words are only told."""
+    unknown: dict[str, None] = {}  # a set that keeps the order
+    for prompt in prompts if tokenizer.kind == "words" else ():
+        words = dict.fromkeys(prompt.split())
+        strange = [word for word in words if tokenizer.encode(word) == [UNK] and word != SPECIALS[UNK]]
+        if strange and len(strange) == len(words):
+            raise UserError(
+                f"prompt {prompt[:60]!r}: the model's dictionary has none of its words; use words it was trained on"
+            )
+        unknown |= dict.fromkeys(strange)
+    if unknown:
+        more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+        log(f"note: not in the model's dictionary, so read as {SPECIALS[UNK]}: {', '.join(list(unknown)[:10])}{more}")
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Event]:
+    """Ctrl-C is noted, to be looked at between two tokens: in the middle of one, a walk would be left half done.
+    Pressed again, it interrupts at once."""
+    asked = Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            signal.default_int_handler(number, frame)
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def typed_lines() -> Iterator[str]:
+    """Until Ctrl-D. At a terminal, Ctrl-C begins the line anew."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with suppress(ImportError):
+            import readline  # noqa: F401  lets input() edit the line and remember those before
+    while True:
+        try:
+            line = input("> " if terminal else "")
+        except EOFError:
+            say("\n" if terminal else "")
+            return
+        except UnicodeDecodeError:
+            raise UserError("standard input: is not UTF-8 text") from None
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            say("\n")
+            continue
+        check_text(line, "standard input")
+        yield line
