@@ -9,7 +9,8 @@ import torch
 
 from megatron_style.config.run import RunConfig, load_run, save_run
 from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config
-from megatron_style.model.shortformer import Shortformer, count_parameters
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.planning.parameters import count_parameters
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule, resolve_stage
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_style.data.tokenizer import WordDictionary
-from tests.end_to_end.test_watching import on_a_terminal
 from tests.support.launch import ROOT
-from tests.support.screen import Screen
+from tests.support.screen import Screen, on_a_terminal
 from tests.support.tiny import VOCAB_SIZE, write_tiny_model
 from tests.support.written_runs import WrittenRun, write_run
 
