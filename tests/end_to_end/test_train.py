@@ -13,10 +13,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.config.run import load_run
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring import Protocol, score
+from megatron_style.train import main
 from tests.support.launch import launch
 from tests.support.runs import tiny_run
-from tests.support.tiny import read_model
+from tests.support.tiny import read_model, run_here
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,8 +138,15 @@ def test_wrong_input_is_told_in_one_line_and_writes_nothing(run_file: Path, case
     flags = [word for setting in settings for word in ("--set", setting)]
     if ds:
         flags += ["--deepspeed_config", str(write_ds_config(run_file.parent, **ds))]
-    result = train(run_file, *flags)
-    assert result.returncode == 2, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    (done,) = run_ranks(1, run_here, main, run_file, *flags)
+    assert done.code == 2, done.err
+    (line,) = [line for line in done.err.splitlines() if "error" in line]
     assert told in line
     assert not (run_file.parent / "run").exists()
+
+
+def test_wrong_input_in_a_real_process_is_one_line_without_a_traceback(run_file: Path) -> None:
+    result = train(run_file, "--set", "model.head=2")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1

@@ -66,7 +66,8 @@ def export(folder: Path, config: ModelFolderConfig, tokenizer: Tokenizer | None 
 
 
 def load(folder: Path) -> ShortformerForCausalLM:
-    return ShortformerForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model: ShortformerForCausalLM = ShortformerForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return model
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
