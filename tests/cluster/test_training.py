@@ -13,6 +13,7 @@ from megatron_style.train import train
 from tests.cluster.hosts import Cluster
 from tests.support.small_run import losses, write_small_run
 
+pytestmark = pytest.mark.slow
 LAUNCHERS = {"multi_node.sh": "deepspeed", "mpi.sh": "mpirun"}
 
 
