@@ -1,4 +1,5 @@
-"""Shared set-up: one thread a process, so that several ranks do not fight for the cores."""
+"""Shared set-up: one thread a process, so that several ranks do not fight for the cores, and no time limit for examples,
+which a busy machine would not meet."""
 
 import os
 
@@ -7,5 +8,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch._dynamo
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")

@@ -39,6 +39,7 @@ Stopped = Callable[[Path, int], RunConfig]
 DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "recompute", "optimizer", "half"),
     [

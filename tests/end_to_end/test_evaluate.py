@@ -63,6 +63,7 @@ REFERENCE = {
 }
 
 
+@pytest.mark.slow
 @needs_oracle
 @pytest.mark.parametrize("record", REFERENCE)
 def test_every_token_costs_what_it_cost_the_reference(tmp_path: Path, imported: Path, record: str) -> None:
@@ -294,6 +295,7 @@ def test_a_bad_flag_is_named_in_one_line(tiny: Path, flags: list[str], message: 
 # In a process of its own
 
 
+@pytest.mark.slow
 def test_a_real_process_says_the_same(tiny: Path) -> None:
     flags = [tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--json"]
     real, here = launch("evaluate", *flags), run_here(main, *flags)
@@ -301,6 +303,7 @@ def test_a_real_process_says_the_same(tiny: Path) -> None:
     assert json.loads(real.stdout)["loss_nats"] == pytest.approx(json.loads(here.out)["loss_nats"])
 
 
+@pytest.mark.slow
 def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path) -> None:
     done = launch("evaluate", tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
     assert (done.returncode, done.stdout) == (2, "")
@@ -310,6 +313,7 @@ def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--mode", "cached", "--lanes", "3"], ["--mode", "cached", "--tensor", "2"]])
 def test_two_processes_say_what_one_says(tiny: Path, flags: list[str]) -> None:
     common = [tiny / "model", "--data", tiny / "valid", "--json"]

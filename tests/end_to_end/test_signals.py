@@ -17,6 +17,7 @@ from megatron_style.supervision.record import RankRecord, read_records, read_sta
 from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
 from tests.support.small_run import write_small_run
 
+pytestmark = pytest.mark.slow
 TRAIN = ("--set", "stages.1.steps=100000", "--set", "output.log_every=1000")
 SCRIPTS: dict[str, dict[str, str]] = {
     "local.sh": {"PROCESSES": "2"},

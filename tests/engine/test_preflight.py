@@ -42,6 +42,7 @@ def peaks(run: RunConfig) -> tuple[int, int]:
         return rehearsed, live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.sweep), 16])
 @pytest.mark.parametrize(
     ("zero", "half", "optimizer"),

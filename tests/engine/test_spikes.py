@@ -137,6 +137,7 @@ def test_a_resumed_run_finds_the_same_spikes(folder: Path, halt_after: int) -> N
     assert len(metrics(run, "spike")) == len(STEPS)
 
 
+@pytest.mark.slow
 def test_all_grids_find_the_same_spikes(folder: Path) -> None:
     """The loss of one rank is enough, and all skip the same updates: they would differ, or wait for ever."""
     losses = []

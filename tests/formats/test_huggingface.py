@@ -83,17 +83,20 @@ def run_outside(place: Path, *command: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS, ids=name_of)
 def test_the_folder_alone_computes_the_same_distribution(outside: dict[str, Any], config: ModelFolderConfig) -> None:
     assert_close(outside[name_of(config)]["log_probs"], our_log_probs(config, random_ids(5 * L - 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS, ids=name_of)
 def test_the_folder_alone_writes_the_same_greedy_text(outside: dict[str, Any], config: ModelFolderConfig) -> None:
     """Through four turn-overs, and through line ends, which are no end of a text."""
     assert outside[name_of(config)]["written"] == our_greedy(config, PROMPT, 4 * L + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [words(), byte_pairs()], ids=["words", "bpe"])
 def test_the_folder_alone_has_the_same_tokenizer(outside: dict[str, Any], tokenizer: Tokenizer) -> None:
     found = outside[tokenizer.kind]
@@ -270,6 +273,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path, kind: str, i
 # The language model evaluation harness
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="the harness (pip install lm-eval) is absent")
 def test_the_evaluation_harness_finds_our_likelihoods(tmp_path: Path) -> None:
     """Whole texts as `evaluate` scores them, behind a line end, and continuations of a context."""

@@ -37,7 +37,7 @@ any_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 pieces = ["the", "cat", " ", "  ", "\n", "\r", "\x1c", "\x85", "\u3000", "<unk>", "<s>", "x", "猫"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(any_text | st.lists(st.sampled_from(pieces), max_size=12).map("".join))
 def test_any_text_has_our_ids_and_our_text_back(tokenizers: list[tuple[Tokenizer, Any]], text: str) -> None:
     """But for two literals, which have tests of their own."""
@@ -48,7 +48,7 @@ def test_any_text_has_our_ids_and_our_text_back(tokenizers: list[tuple[Tokenizer
         assert theirs.decode(ids) == ours.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 2**20), max_size=20))
 def test_any_ids_have_our_text(tokenizers: list[tuple[Tokenizer, Any]], numbers: list[int]) -> None:
     for ours, theirs in tokenizers:

@@ -221,6 +221,7 @@ def go_on_in_both(run: RunConfig, zero: int, checkpoint: Path, folder: Path, set
         assert losses_of_theirs(theirs, topology) == losses_of_ours(ours, topology)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "zero", "data"),
     [
@@ -329,6 +330,7 @@ def test_a_schedule_of_deepspeeds_own_goes_on_at_the_step(folder: Path) -> None:
     run_ranks(1, load_with_a_schedule, run, folder / "adamw_universal")
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_converter_writes_the_same_tensors(folder: Path) -> None:
     run = make_run(folder, "own", data=2, zero=1, steps=2, optimizer=OPTIMIZERS["adamw"])
     on_ranks(run, 2)

@@ -69,6 +69,7 @@ def test_sliding_windows_score_as_the_references(record: str, stride: int, prefi
     assert np.abs(result.nll - expected).max() < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("checkpoint", "record"), WALKS)
 def test_token_by_token_scores_as_the_references_and_as_cached(checkpoint: str, record: str, prefix: int) -> None:
@@ -168,6 +169,7 @@ def test_gradients_through_the_cache_are_the_references() -> None:
             assert param.grad.norm().item() == pytest.approx(batch["grad_l2_of_mean_loss"][names[name]], abs=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "start", "length", "rounding_seed"),
     [("a", "init", 32, None), ("b", "init", 32, None), ("c1", "init", 16, None), ("c2", "c_stage1", 32, 0)],
