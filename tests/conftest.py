@@ -1,5 +1,5 @@
-"""Shared set-up: one thread a process, so that several ranks do not fight for the cores; and no time limit for examples,
-because a busy machine would not meet it."""
+"""Shared set-up: one thread a process, so that several ranks do not fight for the cores; and no time limit for an
+example, because a busy machine would not meet it."""
 
 import os
 
