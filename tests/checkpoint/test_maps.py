@@ -23,15 +23,8 @@ from megatron_style.formats.formats import open_model
 from megatron_style.parallel.sharding import Fragment, Layout
 from megatron_style.train import train
 from tests.support.resuming import expect_close, make_run, metrics, on_ranks
-from tests.support.training import write_corpus
 
 ADAMW = {"name": "adamw", "weight_decay": 0.1, "learning_rate": {"peak": 0.01}}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.slow

@@ -20,13 +20,6 @@ from megatron_style.checkpoint.manifest import read_manifest
 from tests.support.launch import ROOT, plain_environment
 from tests.support.resuming import UPDATE, expect_close, make_run, metrics, on_ranks
 from tests.support.tiny import run_here
-from tests.support.training import write_corpus
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def command(name: str, *args: object, code: int = 0) -> dict[str, Any]:

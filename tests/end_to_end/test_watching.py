@@ -25,12 +25,6 @@ from tests.support.small_run import write_small_run
 from tests.support.training import write_corpus, write_ds_config
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
 def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=2)
     deepspeed = Path(sys.executable).with_name("deepspeed")

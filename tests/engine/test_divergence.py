@@ -20,13 +20,6 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.held_out import HeldOut, held_out
 from megatron_style.train import train
 from tests.support.resuming import make_run, metrics, on_ranks
-from tests.support.training import write_corpus
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def train_and_spoil(run: RunConfig, after: int, what: str) -> None:
