@@ -250,6 +250,7 @@ def test_the_refusal_says_what_wanted_to_run(here: Path) -> None:
     expect_refusal(import_into(here), "wants to run posix.system, so it was not loaded")
 
 
+@pytest.mark.slow
 def test_a_payload_in_a_real_process_is_one_line_without_a_traceback(here: Path) -> None:
     as_modern_pickle({"args": Payload(here / "marker", "system"), "model": {}}, here / "model.pt")
     flags = ["--dictionary", here / "dict.txt", "--output", here / "out"]

@@ -81,6 +81,7 @@ def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path,
     np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["local", "torchrun", "mpirun"])
 def test_one_machine_listens_on_loopback_only(case: str, tmp_path: Path) -> None:
     """mpirun's own process is Open MPI's matter, so only its ranks are looked at."""
@@ -105,6 +106,7 @@ def test_slurm_directives_are_what_they_should_be() -> None:
     assert "#SBATCH" not in body
 
 
+@pytest.mark.slow
 def test_a_slurm_job_whose_time_is_over_is_queued_again(tmp_path: Path) -> None:
     result = script("slurm.sbatch", write_small_run(tmp_path, ranks=2), "--set", "output.stop_after=0s", **SLURM)
     assert result.returncode == 75, result.stderr
@@ -130,6 +132,7 @@ def test_the_kubernetes_job_fits_its_service() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.slow
 def test_the_pods_of_the_kubernetes_job_train_together(tmp_path: Path, alone: list[float]) -> None:
     """Its own command and variables, but for the name of the first pod, the paths and one process a pod."""
     _, job = kubernetes()

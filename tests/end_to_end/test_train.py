@@ -54,6 +54,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
     result = train(run_file)
     assert result.returncode == 0, result.stderr
@@ -77,6 +78,7 @@ def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
     assert held_out.loss == pytest.approx(events(folder, "valid")[-1]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("two_ranks")
     write_corpus(other)
@@ -91,6 +93,7 @@ def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_f
         np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(run_file: Path) -> None:
     folder = run_file.parent
     assert train(run_file, "--set", "stages.1.steps=1").returncode == 0
@@ -145,6 +148,7 @@ def test_wrong_input_is_told_in_one_line_and_writes_nothing(run_file: Path, case
     assert not (run_file.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_wrong_input_in_a_real_process_is_one_line_without_a_traceback(run_file: Path) -> None:
     result = train(run_file, "--set", "model.head=2")
     assert (result.returncode, result.stdout) == (2, "")
