@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Lint, types and the whole test suite, by two workers. Arguments go to pytest: ./launch/test.sh -n 0 -k lanes
+# Lint, types and all tests, by two workers; with --fast first, without the slow tests. Other arguments go to pytest:
+# ./launch/test.sh --fast -k lanes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 install_requirements requirements-dev.txt
+lane=()
+if [ "${1:-}" = --fast ]; then
+    lane=(-m "not slow and not sweep")
+    shift
+fi
 ruff check .
 ruff format --check .
 mypy
-# In the order of the files: by default the few slow tests of some would come last, and leave one worker waiting.
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+# A worker that has nothing left takes tests from the other; else a file of slow tests would leave it waiting.
+exec python -m pytest --numprocesses 2 --dist worksteal "${lane[@]}" "$@"

@@ -1,11 +1,26 @@
-"""Shared set-up: one thread a process, so that several ranks do not fight for the cores."""
+"""Shared set-up: one thread a process, so that several ranks do not fight for the cores; and no time limit for an
+example, because a busy machine would not meet it."""
 
 import os
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import pytest
 import torch
 import torch._dynamo
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a corpus for small runs."""
+    from tests.support.training import write_corpus  # imports DeepSpeed, which takes seconds
+
+    write_corpus(tmp_path)
+    return tmp_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,3 +126,10 @@ def test_every_test_folder_mirrors_a_room() -> None:
 
 def test_the_readme_shows_the_drawing() -> None:
     assert graph() in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_tests_share_what_lies_in_support_only() -> None:
+    """Else a test could not be moved, renamed or left out without breaking others."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        borrowed = {name for name in imports(path) if re.match(r"tests\.(\w+\.)*test_", name)}
+        assert not borrowed, f"{path}: imports {sorted(borrowed)}; move what is shared to tests/support"

@@ -83,6 +83,7 @@ print("nothing is left")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

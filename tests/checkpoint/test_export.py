@@ -44,6 +44,7 @@ def export_and_die(run: RunConfig, at: int) -> int:
     return seen
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_export_leaves_nothing_for_good(tmp_path: Path) -> None:
     """Also while an older model is replaced, which every start after the first does."""
     write_corpus(tmp_path)

@@ -16,6 +16,8 @@ from megatron_style.config.run import RunConfig
 from tests.support.killing import DAMAGES, complete_steps, damage_newest, run_and_kill
 from tests.support.resuming import expect_bitwise, make_run, on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Case:

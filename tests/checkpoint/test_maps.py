@@ -23,18 +23,12 @@ from megatron_style.formats.formats import open_model
 from megatron_style.parallel.sharding import Fragment, Layout
 from megatron_style.train import train
 from tests.support.resuming import expect_close, make_run, metrics, on_ranks
-from tests.support.training import write_corpus
 
 ADAMW = {"name": "adamw", "weight_decay": 0.1, "learning_rate": {"peak": 0.01}}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.sweep), 3])
 def test_a_bf16_run_resumes_exactly_and_moves_twice(folder: Path, zero: int) -> None:
     """DP2 -> DP2, bit for bit; DP2 -> DP1 -> TP2, within the rounding of bf16; then exported."""
     settings: dict[str, Any] = {"zero": zero, "steps": 12, "half": True, "optimizer": ADAMW}
@@ -52,6 +46,7 @@ def test_a_bf16_run_resumes_exactly_and_moves_twice(folder: Path, zero: int) -> 
     assert all(torch.equal(exported.weight(name), weight) for name, weight in given.items())
 
 
+@pytest.mark.slow
 def test_a_manifest_that_leaves_out_the_precision_is_read(folder: Path) -> None:
     """As the first version wrote it for bf16: the files it names are not there under these names."""
     run = make_run(folder, data=2, steps=4, half=True)
@@ -87,6 +82,7 @@ def fail_to_save(run: RunConfig, wrong: Any, told: str) -> None:
         train(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

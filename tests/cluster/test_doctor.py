@@ -16,6 +16,7 @@ from tests.cluster.hosts import Cluster
 from tests.support.launch import ROOT
 from tests.support.small_run import write_small_run
 
+pytestmark = pytest.mark.slow
 PORT = 29511
 
 

@@ -13,6 +13,7 @@ from tests.support.launch import ROOT
 from tests.support.observed import held_folders, ranks_with, shown_to_everybody
 from tests.support.small_run import write_small_run
 
+pytestmark = pytest.mark.slow
 LAUNCHES = {"multi_node.sh": [], "mpi.sh": [], "supervise.sh": ["--hostfile"]}
 
 

@@ -14,6 +14,7 @@ from megatron_style.supervision.record import RankRecord, read_records, saved_st
 from tests.cluster.hosts import Cluster
 from tests.support.small_run import write_small_run
 
+pytestmark = pytest.mark.slow
 ENDLESS = ("--set", "stages.1.steps=100000", "--set", "output.log_every=1000")
 
 

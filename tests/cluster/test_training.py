@@ -13,6 +13,7 @@ from megatron_style.train import train
 from tests.cluster.hosts import Cluster
 from tests.support.small_run import losses, write_small_run
 
+pytestmark = pytest.mark.slow
 LAUNCHERS = {"multi_node.sh": "deepspeed", "mpi.sh": "mpirun"}
 
 
@@ -48,7 +49,7 @@ def test_two_hosts_train_what_one_host_trains(
     expect_same_losses(two_hosts, script, tmp_path, two_ranks, slots=1)
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
+@pytest.mark.parametrize("script", ["multi_node.sh", pytest.param("mpi.sh", marks=pytest.mark.sweep)])
 def test_four_hosts_train_what_one_host_trains(
     four_hosts: Cluster, four_ranks: list[float], script: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,27 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file
 
+from megatron_style import convert, evaluate
 from megatron_style.checkpoint.manifest import read_manifest
+from tests.support.launch import ROOT, plain_environment
 from tests.support.resuming import UPDATE, expect_close, make_run, metrics, on_ranks
-from tests.support.training import write_corpus
-
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON_PATH = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
+from tests.support.tiny import run_here
 
 
 def command(name: str, *args: object, code: int = 0) -> dict[str, Any]:
-    words = [sys.executable, "-m", f"megatron_style.{name}", *map(str, args), "--json"]
-    result = subprocess.run(words, cwd=ROOT, env=os.environ | PYTHON_PATH, capture_output=True, text=True, timeout=200)
-    assert result.returncode == code, result.stderr
-    return json.loads(result.stdout) if result.stdout else {"error": result.stderr}
+    done = run_here({"convert": convert.main, "evaluate": evaluate.main}[name], *args, "--json")
+    assert done.code == code, done.err
+    return json.loads(done.out) if done.out else {"error": done.err}
 
 
 @pytest.mark.parametrize(
@@ -81,16 +73,13 @@ def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, hal
     """`zero_to_fp32`, at TP 1: it does not know tensor parallelism, nor DeepSpeed's optimizer for bf16 at ZeRO 1."""
     run = make_run(folder, data=2, zero=zero, steps=6, half=half)
     on_ranks(run, 2)
-    code = "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as f; import sys, torch\n"
-    code += "torch.save(dict(f(sys.argv[1], tag='global_step6')), sys.argv[2])"
-    target = folder / "fp32.pt"
-    words = [sys.executable, "-c", code, str(run.output.path / "checkpoints"), str(target)]
-    subprocess.run(words, cwd=ROOT, env=os.environ | PYTHON_PATH, check=True, capture_output=True, timeout=200)
-    theirs, ours = torch.load(target, weights_only=True), load_file(run.output.path / "model" / "model.safetensors")
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(run.output.path / "checkpoints"), tag="global_step6")
+    ours = load_file(run.output.path / "model" / "model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_reshard_writes_a_run_that_goes_on_there(folder: Path, half: bool) -> None:
     whole = make_run(folder, "whole", data=2, zero=2, steps=12, half=half)
@@ -121,12 +110,13 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path) -> None:
     assert not (folder / "no").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep)])
 def test_a_signal_saves_and_leaves_with_75(folder: Path, number: signal.Signals) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
     words = [sys.executable, "-m", "megatron_style.train", str(folder / "run.yaml")]
-    process = subprocess.Popen(words, cwd=ROOT, env=os.environ | PYTHON_PATH, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, cwd=ROOT, env=plain_environment(), stderr=subprocess.PIPE, text=True)
     while not (run.output.path / "metrics.jsonl").exists() or len(metrics(run)) < 3:
         assert process.poll() is None
         time.sleep(0.1)
@@ -138,10 +128,11 @@ def test_a_signal_saves_and_leaves_with_75(folder: Path, number: signal.Signals)
     assert (run.output.path / "checkpoints" / "latest").read_text() == f"global_step{step}"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_when_its_time_is_over(folder: Path) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000, "stop_after": "1s"})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))
     words = [sys.executable, "-m", "megatron_style.train", str(folder / "run.yaml")]
-    result = subprocess.run(words, cwd=ROOT, env=os.environ | PYTHON_PATH, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(words, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=100)
     assert result.returncode == 75
     assert "output.stop_after is over" in result.stderr

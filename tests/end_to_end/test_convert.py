@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from megatron_style.convert import main
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.formats.fairseq import fairseq_names
+from tests.support.mutations import Payload
 from tests.support.oracle import ORACLE, needs_oracle
 from tests.support.tiny import (
     VOCAB_SIZE,
@@ -210,21 +211,6 @@ def test_an_output_that_is_something_else_is_left_alone(here: Path, occupant: st
 # What it never runs
 
 
-class Trap:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.marker}",)
-
-
-class OtherTrap(Trap):
-    def __reduce__(self) -> tuple[Any, ...]:
-        return exec, (f"open({str(self.marker)!r}, 'w')",)
-
-
 def as_pickle(state: object, path: Path) -> None:
     path.write_bytes(pickle.dumps(state, protocol=2))
 
@@ -241,31 +227,32 @@ def as_old_archive(state: object, path: Path) -> None:
     torch.save(state, path, _use_new_zipfile_serialization=False)
 
 
-@pytest.mark.parametrize("trap", [Trap, OtherTrap])
+@pytest.mark.parametrize("how", ["system", "open", "eval"])
 @pytest.mark.parametrize("write", [as_pickle, as_modern_pickle, as_archive, as_old_archive])
 def test_code_in_a_checkpoint_is_refused_and_does_not_run(
-    here: Path, write: Callable[[object, Path], None], trap: type[Trap]
+    here: Path, write: Callable[[object, Path], None], how: str
 ) -> None:
     marker = here / "marker"
-    write({**fairseq_state(), "extra_state": trap(marker)}, here / "model.pt")
+    write({**fairseq_state(), "extra_state": Payload(marker, how)}, here / "model.pt")
     before = content(here)
     expect_refusal(import_into(here), here / "model.pt")
     assert content(here) == before
 
 
-def test_the_trap_of_these_tests_would_have_worked(here: Path) -> None:
-    as_archive({"extra_state": OtherTrap(here / "marker")}, here / "model.pt")
+def test_the_payload_of_these_tests_would_have_worked(here: Path) -> None:
+    as_archive({"extra_state": Payload(here / "marker", "eval")}, here / "model.pt")
     torch.load(here / "model.pt", weights_only=False)
     assert (here / "marker").exists()
 
 
 def test_the_refusal_says_what_wanted_to_run(here: Path) -> None:
-    torch.save({**fairseq_state(), "extra_state": Trap(here / "marker")}, here / "model.pt")
+    torch.save({**fairseq_state(), "extra_state": Payload(here / "marker", "system")}, here / "model.pt")
     expect_refusal(import_into(here), "wants to run posix.system, so it was not loaded")
 
 
-def test_a_trap_in_a_real_process_is_one_line_without_a_traceback(here: Path) -> None:
-    as_modern_pickle({"args": Trap(here / "marker"), "model": {}}, here / "model.pt")
+@pytest.mark.slow
+def test_a_payload_in_a_real_process_is_one_line_without_a_traceback(here: Path) -> None:
+    as_modern_pickle({"args": Payload(here / "marker", "system"), "model": {}}, here / "model.pt")
     flags = ["--dictionary", here / "dict.txt", "--output", here / "out"]
     command = [sys.executable, "-m", "megatron_style.convert", "import-fairseq", here / "model.pt", *flags]
     words = [str(word) for word in command]

@@ -23,6 +23,7 @@ def port_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
+@pytest.mark.slow
 def test_a_run_that_would_start_here(tmp_path: Path) -> None:
     result = launch("doctor", write_small_run(tmp_path, ranks=1))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -30,6 +31,7 @@ def test_a_run_that_would_start_here(tmp_path: Path) -> None:
     assert "4 steps on 1 process(es)" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=1)
     result = launch("doctor", run_file, "--set", "parallel.tensor=2")
@@ -41,6 +43,7 @@ def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
     assert f"cannot read {tmp_path / 'train.bin'}" in findings[0]["message"]
 
 
+@pytest.mark.slow
 def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
     for argv in (["nowhere.yaml"], ["--hostfile", tmp_path / "hosts"]):
         result = launch("doctor", *argv)
@@ -50,6 +53,7 @@ def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
         assert str(argv[-1]) in line
 
 
+@pytest.mark.slow
 def test_a_rehearsal_of_one_rank_of_many(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=4, parallel={"tensor": 2})
     result = launch("doctor", run_file, "--rehearse", 8, "--rank", 5, "--json")
@@ -63,6 +67,7 @@ def test_a_rehearsal_of_one_rank_of_many(tmp_path: Path) -> None:
     assert {finding["subject"] for finding in told["findings"]} == {"stage 1", "stage 2", "rank 5", "run"}
 
 
+@pytest.mark.slow
 def test_a_rehearsed_run_that_is_too_large_fails_with_a_remedy(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=1)
     (tmp_path / "valid.bin").unlink()

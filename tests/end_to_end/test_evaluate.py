@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+import megatron_style.engine.session  # noqa: F401  once, before ranks are forked
 from megatron_style.convert import main as convert
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.data.tokenizer import BpeTokenizer
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.evaluate import main
 from tests.support.launch import launch
 from tests.support.oracle import ORACLE, needs_oracle
@@ -63,6 +66,7 @@ REFERENCE = {
 }
 
 
+@pytest.mark.slow
 @needs_oracle
 @pytest.mark.parametrize("record", REFERENCE)
 def test_every_token_costs_what_it_cost_the_reference(tmp_path: Path, imported: Path, record: str) -> None:
@@ -294,6 +298,7 @@ def test_a_bad_flag_is_named_in_one_line(tiny: Path, flags: list[str], message: 
 # In a process of its own
 
 
+@pytest.mark.slow
 def test_a_real_process_says_the_same(tiny: Path) -> None:
     flags = [tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--json"]
     real, here = launch("evaluate", *flags), run_here(main, *flags)
@@ -301,6 +306,7 @@ def test_a_real_process_says_the_same(tiny: Path) -> None:
     assert json.loads(real.stdout)["loss_nats"] == pytest.approx(json.loads(here.out)["loss_nats"])
 
 
+@pytest.mark.slow
 def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path) -> None:
     done = launch("evaluate", tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
     assert (done.returncode, done.stdout) == (2, "")
@@ -310,12 +316,27 @@ def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path)
     )
 
 
+def facts_of(output: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return found
+
+
 @pytest.mark.parametrize("flags", [["--mode", "cached", "--lanes", "3"], ["--mode", "cached", "--tensor", "2"]])
-def test_two_processes_say_what_one_says(tiny: Path, flags: list[str]) -> None:
+def test_two_ranks_say_what_one_says(tiny: Path, flags: list[str]) -> None:
     common = [tiny / "model", "--data", tiny / "valid", "--json"]
-    two = launch("evaluate", *common, *flags, processes=2)
-    assert two.returncode == 0, two.stderr
+    first, second = run_ranks(2, run_here, main, *common, *flags)
+    assert (first.code, second.code, second.out) == (0, 0, "")
     one = run_here(main, *common, *flags[: 2 if "--tensor" in flags else None])
-    facts = json.loads(next(line for line in two.stdout.splitlines() if line.startswith("{")))
-    assert facts["processes"] == 2
-    assert facts["loss_nats"] == pytest.approx(json.loads(one.out)["loss_nats"], rel=1e-6)
+    assert facts_of(first.out)["processes"] == 2
+    assert facts_of(first.out)["loss_nats"] == pytest.approx(facts_of(one.out)["loss_nats"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_deepspeed_launcher_says_the_same(tiny: Path) -> None:
+    common = [tiny / "model", "--data", tiny / "valid", "--mode", "cached", "--lanes", "3", "--json"]
+    two = launch("evaluate", *common, processes=2)
+    assert two.returncode == 0, two.stderr
+    assert facts_of(two.stdout)["processes"] == 2
+    assert facts_of(two.stdout)["loss_nats"] == pytest.approx(
+        facts_of(run_here(main, *common).out)["loss_nats"], rel=1e-6
+    )

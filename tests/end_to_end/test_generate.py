@@ -234,6 +234,7 @@ class Process:
             return Done(process.wait(60), process.stdout.read(), process.stderr.read())
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_text_and_keeps_what_is_there(model: Path) -> None:
     process = Process(model, "--prompt", "w1", "--tokens", 10**9, "--seed", 2)
     begun = process.read(50)
@@ -246,6 +247,7 @@ def test_ctrl_c_ends_the_text_and_keeps_what_is_there(model: Path) -> None:
     assert generate(model, "--tokens", tokens, "--seed", 2, prompt="w1").out.startswith(text[:-1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_conversation_ends_one_continuation_only(model: Path) -> None:
     greedy = ["--temperature", 0]
     assert "\n" not in text_of(model, "--tokens", 300, *greedy)
@@ -259,6 +261,7 @@ def test_ctrl_c_in_a_conversation_ends_one_continuation_only(model: Path) -> Non
     assert process.leave() == Done(0, "", "")
 
 
+@pytest.mark.slow
 def test_the_command_does_without_deepspeed() -> None:
     code = "import sys, megatron_style.generate; sys.exit('deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
@@ -353,6 +356,7 @@ def test_a_tokenizer_of_another_model_is_refused(model: Path) -> None:
     assert content(model) == before
 
 
+@pytest.mark.slow
 def test_a_missing_model_in_a_real_process_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_style.generate", str(tmp_path / "nowhere"), "--prompt", "w1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

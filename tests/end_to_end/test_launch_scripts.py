@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,28 +12,16 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.support.launch import ROOT, free_port
+from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
 from tests.support.observed import listening_while
 from tests.support.small_run import losses, write_small_run
 
-LAUNCH = ROOT / "launch"
 SCRIPTS = ["local.sh", "multi_node.sh", "mpi.sh", "torchrun.sh", "slurm.sbatch"]
-TAKE_A_HOSTFILE = {"multi_node.sh", "mpi.sh"}
-SLURM = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "7",
-         "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}  # fmt: skip
-
-
-def environment(**more: object) -> dict[str, str]:
-    """The stand-ins for Slurm come last in the path: a real one goes before them."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:{ROOT / 'tests' / 'support' / 'slurm'}"
-    mpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    ours = {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": free_port(), **mpi, **more}
-    return os.environ | {key: str(value) for key, value in ours.items()}
 
 
 def script(name: str, *argv: object, **variables: object) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(LAUNCH / name), *map(str, argv)]
-    return subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=script_environment(**variables), capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """What one process computes, without any launcher."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, "-m", "megatron_style.train", str(write_small_run(folder, ranks=1)), "--local-rank=0"]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, env=script_environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "launcher: none; processes: 1; hosts: 1" in result.stderr
     return losses(folder)
@@ -94,6 +81,7 @@ def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path,
     np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["local", "torchrun", "mpirun"])
 def test_one_machine_listens_on_loopback_only(case: str, tmp_path: Path) -> None:
     """mpirun's own process is Open MPI's matter, so only its ranks are looked at."""
@@ -102,7 +90,7 @@ def test_one_machine_listens_on_loopback_only(case: str, tmp_path: Path) -> None
     hosts.write_text("localhost slots=2\n")
     before = [str(hosts)] if name in TAKE_A_HOSTFILE else []
     command = ["bash", str(LAUNCH / name), *before, str(write_small_run(tmp_path, ranks=2))]
-    seen = listening_while(command, environment(**variables), tmp_path)
+    seen = listening_while(command, script_environment(**variables), tmp_path)
     assert seen.listening["rank"] == {"127.0.0.1"}
     if case != "mpirun":
         assert seen.listening.get("launcher", set()) <= {"127.0.0.1"}
@@ -118,6 +106,7 @@ def test_slurm_directives_are_what_they_should_be() -> None:
     assert "#SBATCH" not in body
 
 
+@pytest.mark.slow
 def test_a_slurm_job_whose_time_is_over_is_queued_again(tmp_path: Path) -> None:
     result = script("slurm.sbatch", write_small_run(tmp_path, ranks=2), "--set", "output.stop_after=0s", **SLURM)
     assert result.returncode == 75, result.stderr
@@ -143,6 +132,7 @@ def test_the_kubernetes_job_fits_its_service() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.slow
 def test_the_pods_of_the_kubernetes_job_train_together(tmp_path: Path, alone: list[float]) -> None:
     """Its own command and variables, but for the name of the first pod, the paths and one process a pod."""
     _, job = kubernetes()
@@ -152,7 +142,7 @@ def test_the_pods_of_the_kubernetes_job_train_together(tmp_path: Path, alone: li
     assert run_file.endswith(".yaml")
     variables = {item["name"]: item["value"] for item in container["env"]} | {"MASTER_ADDR": "127.0.0.1"}
     command = ["bash", str(LAUNCH / "torchrun.sh"), str(write_small_run(tmp_path, ranks=2))]
-    shared = environment(**variables, PROCESSES=1)
+    shared = script_environment(**variables, PROCESSES=1)
     pods = []
     for index in range(job["spec"]["completions"]):
         own = shared | {"JOB_COMPLETION_INDEX": str(index)}

@@ -285,6 +285,7 @@ def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(tmp_path: Path, t
     assert only_inputs_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -300,6 +301,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
     assert done.stdout == ""  # nothing on the disk
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     train = write_text(tmp_path / "train.txt", 100_000)
     command = [*PREPARE, "--train", train, "--valid", train, "--tokenizer", "bpe", "--output", tmp_path / "out"]
@@ -336,6 +338,7 @@ def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
     return int(run([*command, *flags], env=freed_at_once).stdout.splitlines()[-1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     valid = write_text(tmp_path / "valid.txt", 10_000)

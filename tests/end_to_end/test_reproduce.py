@@ -60,6 +60,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_and_what_is_done_is_never_done_again(tmp_path: Path, texts: Path) -> None:
     output = tmp_path / "out"
     command = ("--table", 4, *MINIATURE, "--corpus", texts, "--output", output)
@@ -133,6 +134,7 @@ def test_first_stages_are_shared_and_tables_too(tmp_path: Path, texts: Path) -> 
     assert [table["table"] for table in json.loads(out)["tables"]] == [2, 6, 7]
 
 
+@pytest.mark.slow
 def test_asked_to_leave_it_asks_its_runs(tmp_path: Path, texts: Path) -> None:
     asked = start("--table", 4, *MINIATURE, "--corpus", texts, "--output", tmp_path / "out")
     (run,) = {path.parent for path in _first_lines(tmp_path / "out", asked)}

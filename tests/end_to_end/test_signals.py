@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_style.supervision.record import RankRecord, read_records, read_status, saved_step
-from tests.end_to_end.test_launch_scripts import LAUNCH, SLURM, TAKE_A_HOSTFILE, environment
-from tests.support.launch import ROOT
+from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
 from tests.support.small_run import write_small_run
 
+pytestmark = pytest.mark.slow
 TRAIN = ("--set", "stages.1.steps=100000", "--set", "output.log_every=1000")
 SCRIPTS: dict[str, dict[str, str]] = {
     "local.sh": {"PROCESSES": "2"},
@@ -49,7 +49,7 @@ def started(folder: Path, name: str, *flags: str) -> Iterator[subprocess.Popen[b
     words = [*script, str(run_file), *TRAIN, *flags]
     with (folder / "told").open("wb") as told:
         process = subprocess.Popen(
-            words, cwd=ROOT, env=environment(**SCRIPTS.get(name, {})), stdout=told, stderr=told, process_group=0
+            words, cwd=ROOT, env=script_environment(**SCRIPTS.get(name, {})), stdout=told, stderr=told, process_group=0
         )
     try:
         yield process

@@ -18,17 +18,11 @@ from megatron_style.config.run import RunConfig
 from megatron_style.supervision.record import RankRecord, read_records, read_status
 from tests.support.launch import ROOT, free_port, launch
 from tests.support.resuming import expect_bitwise, make_run, on_ranks
-from tests.support.training import write_corpus
 
+pytestmark = pytest.mark.slow
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module", "megatron_style.train")
 SUPERVISOR = ("-m", "megatron_style.supervise", "--processes", "2", "--pause", "1s")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def long_run(folder: Path, name: str = "run", *, steps: int = 200) -> RunConfig:

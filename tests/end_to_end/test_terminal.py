@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_style.data.tokenizer import WordDictionary
-from tests.end_to_end.test_watching import on_a_terminal
 from tests.support.launch import ROOT
-from tests.support.screen import Screen
+from tests.support.screen import Screen, on_a_terminal
 from tests.support.tiny import VOCAB_SIZE, write_tiny_model
 from tests.support.written_runs import WrittenRun, write_run
 
@@ -27,6 +26,7 @@ def generate(tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "megatron_style.generate", str(tmp_path / f"model{ESCAPE}"), *flags]
 
 
+@pytest.mark.slow
 def test_generated_text_on_a_terminal(generate: list[str]) -> None:
     """The screen knows no escape sequence but those of a progress bar."""
     written = on_a_terminal(generate, columns=100)
@@ -38,6 +38,7 @@ def test_generated_text_on_a_terminal(generate: list[str]) -> None:
     assert any(line.startswith("note: not in the model's dictionary") for line in screen.lines)
 
 
+@pytest.mark.slow
 def test_generated_text_in_a_pipe(generate: list[str]) -> None:
     done = subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.count(ESCAPE) > 5

@@ -13,10 +13,12 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.config.run import load_run
+from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring import Protocol, score
+from megatron_style.train import main
 from tests.support.launch import launch
 from tests.support.runs import tiny_run
-from tests.support.tiny import read_model
+from tests.support.tiny import read_model, run_here
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +54,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in lines if event["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
     result = train(run_file)
     assert result.returncode == 0, result.stderr
@@ -75,6 +78,7 @@ def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
     assert held_out.loss == pytest.approx(events(folder, "valid")[-1]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("two_ranks")
     write_corpus(other)
@@ -89,6 +93,7 @@ def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_f
         np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(run_file: Path) -> None:
     folder = run_file.parent
     assert train(run_file, "--set", "stages.1.steps=1").returncode == 0
@@ -136,8 +141,16 @@ def test_wrong_input_is_told_in_one_line_and_writes_nothing(run_file: Path, case
     flags = [word for setting in settings for word in ("--set", setting)]
     if ds:
         flags += ["--deepspeed_config", str(write_ds_config(run_file.parent, **ds))]
-    result = train(run_file, *flags)
-    assert result.returncode == 2, result.stderr
-    (line,) = [line for line in result.stderr.splitlines() if "error" in line]
+    (done,) = run_ranks(1, run_here, main, run_file, *flags)
+    assert done.code == 2, done.err
+    (line,) = [line for line in done.err.splitlines() if "error" in line]
     assert told in line
     assert not (run_file.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_wrong_input_in_a_real_process_is_one_line_without_a_traceback(run_file: Path) -> None:
+    result = train(run_file, "--set", "model.head=2")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,43 +17,15 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.config.run import RunConfig
-from tests.journal.test_journal import expect_points
-from tests.support.launch import ROOT, free_port
+from tests.support.boards import expect_points
+from tests.support.launch import ROOT, free_port, plain_environment
 from tests.support.resuming import final_state, make_run, metrics, on_ranks
-from tests.support.screen import Screen
+from tests.support.screen import Screen, on_a_terminal
 from tests.support.small_run import write_small_run
 from tests.support.training import write_corpus, write_ds_config
 
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
-def on_a_terminal(words: Sequence[object], columns: int) -> str:
-    """Everything a command writes to a terminal of its own."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    process = subprocess.Popen(
-        list(map(str, words)), cwd=ROOT, env=os.environ | ENVIRONMENT | {"PATH": path},
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    )  # fmt: skip
-    os.close(theirs)
-    written = b""
-    try:
-        while part := os.read(ours, 65536):
-            written += part
-    except OSError:  # Linux says so when the last one has closed it
-        pass
-    os.close(ours)
-    assert process.wait() == 0, written.decode()
-    return written.decode()
-
-
+@pytest.mark.slow
 def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=2)
     deepspeed = Path(sys.executable).with_name("deepspeed")
@@ -80,12 +46,13 @@ def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     assert not set(kept) & {"\r", "\x1b"}
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_has_each_step_once(folder: Path) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 5, "evaluate_every": 3000})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
     words = [sys.executable, "-m", "megatron_style.train", str(folder / "run.yaml")]
     with (folder / "told").open("wb") as told:
-        process = subprocess.Popen(words, cwd=ROOT, env=os.environ | ENVIRONMENT, stderr=told)
+        process = subprocess.Popen(words, cwd=ROOT, env=plain_environment(), stderr=told)
     latest = run.output.path / "checkpoints" / "latest"
     while not latest.exists() or len(metrics(run)) < 12:
         assert process.poll() is None, (folder / "told").read_text()
@@ -134,6 +101,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid",
     [

@@ -18,6 +18,8 @@ SOURCES = ("megatron_style", "run_configs", "ds_configs", "pyproject.toml", "set
 HELP_OF_ALL = """
 import sys
 from megatron_style.__main__ import COMMANDS, main
+
+pytestmark = pytest.mark.slow
 for name in COMMANDS:
     sys.argv = ["shortformer", name, "--help"]
     try:

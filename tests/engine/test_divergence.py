@@ -20,13 +20,6 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.held_out import HeldOut, held_out
 from megatron_style.train import train
 from tests.support.resuming import make_run, metrics, on_ranks
-from tests.support.training import write_corpus
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def train_and_spoil(run: RunConfig, after: int, what: str) -> None:
@@ -68,6 +61,7 @@ def test_it_does_not_finish(folder: Path, zero: int, half: bool, what: str) -> N
     assert kept == [6, 11]  # the newest, and the newest that is known to be sound
 
 
+@pytest.mark.slow
 def test_resuming_from_the_sound_one_finishes(folder: Path) -> None:
     """The broken one is removed by hand, as the message says."""
     whole = make_run(folder, "whole", steps=12, output={"evaluate_every": 6})
@@ -94,6 +88,7 @@ def test_too_many_skipped_updates_in_a_row(folder: Path) -> None:
     run_ranks(1, skip_everything, make_run(folder, steps=12, optimizer=optimizer))
 
 
+@pytest.mark.slow
 def test_changed_settings_are_applied_and_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On the same grid as on another; the older run file is kept."""
     losses = []

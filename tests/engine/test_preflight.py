@@ -42,7 +42,8 @@ def peaks(run: RunConfig) -> tuple[int, int]:
         return rehearsed, live.peak
 
 
-@pytest.mark.parametrize("accumulation", [1, 4, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.sweep), 16])
 @pytest.mark.parametrize(
     ("zero", "half", "optimizer"),
     [

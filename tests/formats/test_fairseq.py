@@ -19,8 +19,7 @@ from megatron_style.formats.start import open_start
 from megatron_style.formats.transfer import transfer
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
-from tests.model.test_reference_parity import read_blocks, reference_loss
-from tests.support.oracle import ORACLE, needs_oracle, recorded, recorded_tokens
+from tests.support.oracle import ORACLE, needs_oracle, read_blocks, recorded, recorded_tokens, reference_loss
 from tests.support.tiny import tiny_config, tiny_model, weights_of
 
 STAGE_1 = ORACLE / "ckpt" / "c_stage1.pt"

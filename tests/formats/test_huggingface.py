@@ -1,4 +1,4 @@
-"""A folder for transformers computes what the model does, needs nothing of this project, and comes back unchanged."""
+"""A folder for transformers computes what the model does, and needs nothing of this project."""
 
 from __future__ import annotations
 
@@ -9,132 +9,45 @@ import os
 import re
 import subprocess
 import sys
-import weakref
-from collections import Counter
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 
-from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.convert import main
-from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, WordDictionary
-from megatron_style.formats import fairseq, huggingface, modeling_shortformer
-from megatron_style.formats.formats import open_model
-from megatron_style.formats.huggingface_tokenizer import _SPACES
+from megatron_style.data.tokenizer import Tokenizer
+from megatron_style.formats import fairseq, huggingface
 from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
-from megatron_style.formats.source import ModelSource
-from megatron_style.inference.sampling import Sampler, generate
-from megatron_style.model.shortformer import Shortformer
+from tests.support.exported import (
+    EOS,
+    KINDS,
+    PROMPT,
+    TEXTS,
+    VARIANTS,
+    assert_close,
+    byte_pairs,
+    export,
+    load,
+    name_of,
+    our_greedy,
+    our_log_probs,
+    padded,
+    random_ids,
+    words,
+)
 from tests.support.oracle import ORACLE, needs_oracle, recorded_tokens
 from tests.support.tiny import (
     VOCAB_SIZE,
-    Done,
     L,
-    content,
-    expect_refusal,
-    read_model,
-    run_here,
     tiny_config,
     tiny_dictionary,
-    tiny_model,
-    weights_of,
-    write_tiny_model,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ["adaptive", "tied", "untied"]
-VARIANTS = [
-    tiny_config(kind, positions=positions, cache=cache)
-    for kind in KINDS
-    for positions in ("infused", "added")
-    for cache in (True, False)
-]
-EOS, PROMPT = 2, [5, 9, 30]
-LINES = ["the cat sat on the mat", "the dog sat  on the log", "straße 猫 \t\x85 <unk> </s>"]
-TEXTS = [
-    "the cat\nsat",
-    "",
-    "\n",
-    "\n\n the  dog \n",
-    "straße 猫 nowhere\r\n\x85\x1c x<unk>y <unk>",
-    "a </s>b\n\n\nthe",
-]
-
-
-def name_of(config: ModelFolderConfig) -> str:
-    model = config.model
-    return f"{model.vocabulary.kind}-{model.positions}-{'cached' if model.cache else 'alone'}"
-
-
-def words() -> WordDictionary:
-    return WordDictionary.build(Counter(word for line in LINES for word in line.split()))
-
-
-def byte_pairs() -> BpeTokenizer:
-    return BpeTokenizer.train(LINES * 20, vocab_size=300)
-
-
-def source_of(config: ModelFolderConfig, tokenizer: Tokenizer | None = None) -> ModelSource:
-    weights = weights_of(tiny_model(config, torch.float32))
-    return ModelSource(Path("source"), config, weights.__getitem__, lambda: tokenizer)
-
-
-def export(folder: Path, config: ModelFolderConfig, tokenizer: Tokenizer | None = None) -> Path:
-    huggingface.write(folder, source_of(config, tokenizer))
-    return folder
-
-
-def load(folder: Path) -> ShortformerForCausalLM:
-    return ShortformerForCausalLM.from_pretrained(folder, dtype=torch.float64)
-
-
-def random_ids(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def our_model(config: ModelFolderConfig) -> Shortformer:
-    """As the export holds it: weights of float32, computed with in float64."""
-    return tiny_model(config, torch.float32).double()
-
-
-@torch.no_grad()
-def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
-    model = our_model(config)
-    cache, parts = model.empty_memory(1, config.cache_length), []
-    for segment in torch.tensor([ids]).split(config.segment_length, 1):
-        features, cache = model.features(segment, cache)
-        parts.append(model.vocabulary.log_probs(features[0]))
-    return torch.cat(parts)
-
-
-def our_greedy(config: ModelFolderConfig, prompt: list[int], tokens: int) -> list[int]:
-    lengths = {"segment_length": config.segment_length, "cache_length": config.cache_length}
-    stream = generate(our_model(config), [prompt], Sampler(temperature=0), **lengths, eos=EOS, seed=1)
-    return [token for (token,) in islice(stream, tokens)]
-
-
-def assert_close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
-
-
-def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
-    ids, mask = torch.ones(2, len(rows), max(map(len, rows)), dtype=torch.long)
-    for row, text in enumerate(rows):
-        gap = ids.shape[1] - len(text)
-        place = slice(gap, None) if side == "left" else slice(0, len(text))
-        mask[row] = 0
-        ids[row, place], mask[row, place] = torch.tensor(text), 1
-    return ids, mask
 
 
 # In a process that cannot import this project
@@ -170,17 +83,20 @@ def run_outside(place: Path, *command: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS, ids=name_of)
 def test_the_folder_alone_computes_the_same_distribution(outside: dict[str, Any], config: ModelFolderConfig) -> None:
     assert_close(outside[name_of(config)]["log_probs"], our_log_probs(config, random_ids(5 * L - 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", VARIANTS, ids=name_of)
 def test_the_folder_alone_writes_the_same_greedy_text(outside: dict[str, Any], config: ModelFolderConfig) -> None:
     """Through four turn-overs, and through line ends, which are no end of a text."""
     assert outside[name_of(config)]["written"] == our_greedy(config, PROMPT, 4 * L + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [words(), byte_pairs()], ids=["words", "bpe"])
 def test_the_folder_alone_has_the_same_tokenizer(outside: dict[str, Any], tokenizer: Tokenizer) -> None:
     found = outside[tokenizer.kind]
@@ -354,236 +270,10 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path, kind: str, i
         load(export(tmp_path / "hf", tiny_config(kind)))(torch.tensor([ids]))
 
 
-# Tokenizers
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tokenizer, Any]]:
-    """Ours, and the library's of the same folder."""
-    pairs = []
-    for ours in (words(), byte_pairs()):
-        config = tiny_config("tied").model_copy(update={"vocab_size": ours.vocab_size})
-        folder = export(tmp_path_factory.mktemp("tokenizer") / "hf", config, ours)
-        pairs.append((ours, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)))
-    return pairs
-
-
-any_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
-pieces = ["the", "cat", " ", "  ", "\n", "\r", "\x1c", "\x85", "\u3000", "<unk>", "<s>", "x", "猫"]
-
-
-@settings(max_examples=200, deadline=None)
-@given(any_text | st.lists(st.sampled_from(pieces), max_size=12).map("".join))
-def test_any_text_has_our_ids_and_our_text_back(tokenizers: list[tuple[Tokenizer, Any]], text: str) -> None:
-    """But for two literals, which have tests of their own."""
-    assume("</s>" not in text and "<pad>" not in text)
-    for ours, theirs in tokenizers:
-        ids = ours.encode(text)
-        assert theirs(text).input_ids == ids
-        assert theirs.decode(ids) == ours.decode(ids)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 2**20), max_size=20))
-def test_any_ids_have_our_text(tokenizers: list[tuple[Tokenizer, Any]], numbers: list[int]) -> None:
-    for ours, theirs in tokenizers:
-        ids = [number % ours.vocab_size for number in numbers]
-        assert theirs.decode(ids) == ours.decode(ids)
-
-
-def test_named_tokens_are_the_models(tokenizers: list[tuple[Tokenizer, Any]]) -> None:
-    for ours, theirs in tokenizers:
-        assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (2, 2, 1)
-        assert len(theirs) == ours.vocab_size
-        assert theirs("the" + theirs.eos_token).input_ids == ours.encode("the\n")
-        assert theirs(["the", "the cat\n"], padding=True).input_ids[0][:2] == [1, 1]
-
-
-def test_a_literal_line_end_token_is_text(tokenizers: list[tuple[Tokenizer, Any]]) -> None:
-    (our_words, their_words), (our_pairs, their_pairs) = tokenizers
-    assert their_words("the </s> cat").input_ids == [our_words.encode("the")[0], 3, our_words.encode("cat")[0]]
-    assert their_pairs("the </s> cat").input_ids == our_pairs.encode("the </s> cat")
-
-
-def test_a_literal_padding_token_is_padding(tokenizers: list[tuple[Tokenizer, Any]]) -> None:
-    """Among words if it stands alone, as to our own words; in byte pairs anywhere."""
-    (our_words, their_words), (our_pairs, their_pairs) = tokenizers
-    assert their_words("the <pad> x<pad>").input_ids == our_words.encode("the <pad> x<pad>") == [4, 1, 3]
-    assert their_pairs("the<pad>").input_ids == [*our_pairs.encode("the"), 1]
-
-
-def test_words_are_cut_where_python_cuts_them() -> None:
-    spaces = {chr(code) for code in range(0x110000) if chr(code).isspace()} - {"\n"}
-    assert {chr(code) for code in range(0x110000) if re.fullmatch(_SPACES, chr(code))} == spaces
-
-
-# There and back
-
-
-def command(*words: object) -> Done:
-    return run_here(main, *words)
-
-
-@pytest.mark.parametrize("tokenizer", [words(), byte_pairs(), None], ids=["words", "bpe", "none"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_model_comes_back_bit_for_bit(tmp_path: Path, kind: str, tokenizer: Tokenizer | None) -> None:
-    """Settings that are not the defaults, too."""
-    size = max(VOCAB_SIZE, tokenizer.vocab_size if tokenizer else 0)
-    dropout = {"hidden": 0.1, "attention": 0.2, "activation": 0.3, "softmax": 0.05}
-    config = tiny_config(kind, positions="added", dropout=dropout)
-    config = config.model_copy(update={"vocab_size": size, "eos": 3, "cache_length": 4, "step": 77})
-    huggingface.write(tmp_path / "hf", source_of(config, tokenizer))
-    assert command("export", tmp_path / "hf", "--output", tmp_path / "back").code == 0
-    assert command("export-hf", tmp_path / "back", "--output", tmp_path / "again").code == 0
-    model, found = read_model(tmp_path / "back")
-    assert found == config
-    for name, tensor in weights_of(tiny_model(config, torch.float32)).items():
-        assert torch.equal(weights_of(model)[name], tensor), name
-    (tmp_path / "again" / "certificate.json").unlink()
-    assert content(tmp_path / "again") == content(tmp_path / "hf")
-    assert not tokenizer or content_of(tokenizer, tmp_path / "ours") <= content(tmp_path / "back").items()
-
-
-def content_of(tokenizer: Tokenizer, folder: Path) -> Any:
-    folder.mkdir()
-    tokenizer.save(folder)
-    return content(folder).items()
-
-
-@pytest.mark.parametrize("tokenizer", [words(), byte_pairs()], ids=["words", "bpe"])
-def test_what_the_library_has_saved_again_is_read_too(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    config = tiny_config("untied").model_copy(update={"vocab_size": tokenizer.vocab_size})
-    export(tmp_path / "hf", config, tokenizer)
-    ShortformerForCausalLM.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "saved")
-    AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=False).save_pretrained(tmp_path / "saved")
-    source = open_model(tmp_path / "saved")
-    found = source.tokenizer()
-    assert source.config == config
-    assert source.digest() == source_of(config).digest()
-    assert found is not None
-    assert (found.kind, found.vocab_size) == (tokenizer.kind, tokenizer.vocab_size)
-    assert [found.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
-
-
-def test_the_optimizer_stays_behind(tmp_path: Path) -> None:
-    training = {"training": {"optimizer": "nag", "learning_rate": 0.5}}
-    config = ModelFolderConfig.parse(tiny_config().as_data() | training, source="test")
-    huggingface.write(tmp_path / "hf", source_of(config))
-    source = huggingface.read(tmp_path / "hf")
-    assert (source.config, source.state) == (tiny_config(), None)
-
-
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """While one is asked for, the one before may still be there, but no other."""
-    weights, alive = weights_of(tiny_model(tiny_config(), torch.float32)), weakref.WeakSet[Tensor]()
-
-    def weight(name: str) -> Tensor:
-        assert len(alive) <= 1
-        tensor = weights[name].clone()
-        alive.add(tensor)
-        return tensor
-
-    huggingface.write(tmp_path / "hf", ModelSource(tmp_path, tiny_config(), weight, lambda: None))
-
-
-# The certificate
-
-
-def certificate(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / "certificate.json").read_text())
-    return facts
-
-
-@pytest.mark.parametrize("config", VARIANTS, ids=name_of)
-def test_the_library_itself_certifies(tmp_path: Path, config: ModelFolderConfig) -> None:
-    write_tiny_model(tmp_path / "model", config)
-    for _ in range(2):  # the second one takes the place of the first
-        assert command("export-hf", tmp_path / "model", "--output", tmp_path / "hf").code == 0
-    found = certificate(tmp_path / "hf")
-    assert (found["passed"], found["largest_weight_difference"]) == (True, 0)
-    assert re.fullmatch(r"transformers \d+\.\d+\.\d+", found["computed_by"])
-
-
-def test_long_segments_are_cut_alike_on_both_sides(tmp_path: Path) -> None:
-    config = tiny_config().model_copy(update={"segment_length": 150, "cache_length": 140})
-    write_tiny_model(tmp_path / "model", config)
-    assert command("export-hf", tmp_path / "model", "--output", tmp_path / "hf").code == 0
-    assert certificate(tmp_path / "hf")["tokens"] == 3 * 128
-    assert huggingface.read(tmp_path / "hf").config == config
-
-
-def test_code_that_computes_something_else_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shifted = modeling_shortformer.sinusoids
-    monkeypatch.setattr(modeling_shortformer, "sinusoids", lambda positions, size: shifted(positions + 1, size)[1:])
-    write_tiny_model(tmp_path / "model")
-    done = command("export-hf", tmp_path / "model", "--output", tmp_path / "hf")
-    assert (done.code, "above the tolerance of 1e-09" in done.err) == (1, True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf.failed", "model"]
-
-
-def test_without_the_library_the_certificate_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, modeling_shortformer.__name__)
-    write_tiny_model(tmp_path / "model")
-    assert command("export-hf", tmp_path / "model", "--output", tmp_path / "hf").code == 0
-    assert "transformers cannot be imported" in certificate(tmp_path / "hf")["computed_by"]
-
-
-# What it refuses
-
-
-def settings_with(**changes: object) -> Callable[[Path], object]:
-    def damage(folder: Path) -> None:
-        data = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
-
-    return damage
-
-
-def holding(name: str, text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text(text)
-
-
-def truncated(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", 3000)
-
-
-BAD_FOLDERS = {
-    "a missing setting": (settings_with(positions=...), "config.json: lacks 'positions'"),
-    "no line end": (settings_with(eos_token_id=...), "config.json: lacks 'eos_token_id'"),
-    "another size": (settings_with(ffn_size=31), "up.weight is [32, 16], config.json wants [31, 16]"),
-    "another vocabulary": (settings_with(vocabulary={"kind": "tied"}), "its tensors are not those of its config.json"),
-    "too few tokens": (settings_with(vocab_size=15), "config.json: vocab_size is 15; it must be above"),
-    "a word for a number": (settings_with(layers="two"), 'config.json: model.layers is "two"'),
-    "half a file of settings": (holding("config.json", '{"model_type": "shortf'), "config.json: not valid JSON"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: no such file"),
-    "half the weights": (truncated, "model.safetensors: not a whole safetensors file"),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), BAD_FOLDERS.values(), ids=BAD_FOLDERS.keys())
-def test_a_damaged_folder_is_named_in_one_line(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
-    damage(export(tmp_path / "hf", tiny_config(), tiny_dictionary()))
-    expect_refusal(command("export", tmp_path / "hf", "--output", tmp_path / "out"), tmp_path / "hf", message)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"model": {"type": "BPE"}}', '{"model": {}}'])
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
-    export(tmp_path / "hf", tiny_config(), byte_pairs())
-    holding("tokenizer.json", text)(tmp_path / "hf")
-    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer file as `"):
-        open_model(tmp_path / "hf").tokenizer()
-
-
-def test_a_folder_of_another_model_is_not_taken_for_one_of_ours(tmp_path: Path) -> None:
-    settings_with(model_type="gpt2")(export(tmp_path / "hf", tiny_config()))
-    assert not huggingface.recognises(tmp_path / "hf")
-    assert not huggingface.recognises(tmp_path / "nowhere")
-
-
 # The language model evaluation harness
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="the harness (pip install lm-eval) is absent")
 def test_the_evaluation_harness_finds_our_likelihoods(tmp_path: Path) -> None:
     """Whole texts as `evaluate` scores them, behind a line end, and continuations of a context."""

@@ -35,7 +35,7 @@ from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise, layouts_of, shard_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
-from tests.end_to_end.test_convert import Trap
+from tests.support.mutations import Payload
 from tests.support.resuming import damage, make_run, on_ranks
 from tests.support.tiny import content, expect_refusal, run_here, tiny_config, tiny_dictionary, tiny_model, weights_of
 from tests.support.training import VOCAB_SIZE, write_corpus
@@ -221,6 +221,7 @@ def go_on_in_both(run: RunConfig, zero: int, checkpoint: Path, folder: Path, set
         assert losses_of_theirs(theirs, topology) == losses_of_ours(ours, topology)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "zero", "data"),
     [
@@ -329,6 +330,7 @@ def test_a_schedule_of_deepspeeds_own_goes_on_at_the_step(folder: Path) -> None:
     run_ranks(1, load_with_a_schedule, run, folder / "adamw_universal")
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_converter_writes_the_same_tensors(folder: Path) -> None:
     run = make_run(folder, "own", data=2, zero=1, steps=2, optimizer=OPTIMIZERS["adamw"])
     on_ranks(run, 2)
@@ -436,7 +438,7 @@ def test_a_checkpoint_that_is_not_of_its_model_is_refused(here: Path, change: Da
 
 
 def test_code_in_a_file_is_refused_and_does_not_run(here: Path) -> None:
-    put(WEIGHT, {"param": Trap(here / "marker")})(here / "there")
+    put(WEIGHT, {"param": Payload(here / "marker", "system")})(here / "there")
     expect_nothing_written(here, WEIGHT, "more than a tensor or not one, so it was not loaded")
     torch.load(here / "there" / WEIGHT, weights_only=False)
     assert (here / "marker").exists()  # or the trap would prove nothing

@@ -92,7 +92,10 @@ def test_the_sample_of_a_validation_is_spelled(words: int | None) -> None:
     """Ids beyond the dictionary are unknown words; without one they are numbers."""
     model, tokens = tiny_model(tiny_config()), np.array([*PROMPT, *range(4, 30)])
     tokenizer = tiny_dictionary(words) if words else None
-    corpus = cast(Corpus, SimpleNamespace(valid=SimpleNamespace(tokens=tokens), tokenizer=tokenizer, eos=EOS))
+    valid = SimpleNamespace(tokens=tokens)
+    digest = "of the text"
+    plain = SimpleNamespace(valid=valid, tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest)
+    corpus = cast(Corpus, plain)
     output = OutputConfig(path=Path("run"), sample_tokens=7)
     stage = Stage(0, segment_length=6, cache_length=6, rows=1, micro_rows=1)
     found = held_out(model, corpus, output, stage)

@@ -9,10 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -27,20 +25,11 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.planning.hardware import GPUS
 from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
+from tests.support.boards import LINES, board, events, expect_points
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE
 
 STAGES = [{"segment_length": 8, "steps": 9}, {"segment_length": 24, "steps": 7}]
-LINES = {
-    "train": {
-        "loss": "train/loss", "tokens": "train/tokens", "grad_norm": "optimizer/grad_norm",
-        "learning_rate": "optimizer/learning_rate", "skipped": "optimizer/skipped", "stage": "stage/index",
-        "stage_seconds": "stage/seconds", "tokens_per_second": "speed/tokens_per_second",
-        "flops_per_second": "speed/flops_per_second", "seconds": "speed/seconds", "flops": "speed/flops",
-        "memory_bytes": "memory/peak_bytes",
-    },
-    "valid": {"loss": "valid/loss", "perplexity": "valid/perplexity"},
-}  # fmt: skip
 KEYS = {
     "stage": "index segment_length cache_length rows micro_rows tokens seconds flops flops_per_token opens",
     "train": " ".join(LINES["train"]),
@@ -98,36 +87,6 @@ def whole(tmp_path: Path) -> RunConfig:
     run = a_run(tmp_path / "whole")
     Driver(run).go(16).finish()
     return run
-
-
-def events(run: RunConfig, *kinds: str) -> list[dict[str, Any]]:
-    found = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
-    return [event for event in found if not kinds or event["kind"] in kinds]
-
-
-def board(run: RunConfig, *folder: str) -> EventAccumulator:
-    found = EventAccumulator(str(run.output.path.joinpath("tensorboard", *folder)), size_guidance={"scalars": 0})
-    return found.Reload()
-
-
-def expect_points(run: RunConfig) -> None:
-    """All numbers of `train` and `valid` lines, against both axes, each once, and nothing else."""
-    shapes = {event["index"]: event for event in events(run, "stage")}
-    for axis, folder in (("step", ()), ("tokens", ("by_tokens",))):
-        expected: dict[str, list[tuple[int, float]]] = {}
-        for event in events(run, "train", "valid"):
-            points = {tag: event[key] for key, tag in LINES[event["kind"]].items()}
-            points |= {f"valid_by_position/{n:02d}": x for n, x in enumerate(event.get("by_position", ()), start=1)}
-            if event["kind"] == "train":
-                for key in ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token"):
-                    points[f"stage/{key}"] = shapes[event["stage"]][key]
-            for tag, value in points.items():
-                expected.setdefault(tag, []).append((event[axis], np.float32(value)))
-        found = board(run, *folder)
-        points_of = {
-            tag: [(p.step, np.float32(p.value)) for p in found.Scalars(tag)] for tag in found.Tags()["scalars"]
-        }
-        assert points_of == expected
 
 
 def texts(run: RunConfig, tag: str) -> list[tuple[int, str]]:

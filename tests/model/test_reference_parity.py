@@ -11,23 +11,23 @@ import torch
 from megatron_style.engine.optimizer import NAG
 from megatron_style.formats.fairseq import fairseq_names
 from megatron_style.inference.scoring import Protocol, score
-from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions, sinusoids
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 from tests.support.oracle import (
     ORACLE,
     oracle_is_here,
+    read_blocks,
     recorded,
     recorded_rates,
     recorded_sinusoids,
     recorded_tokens,
+    reference_loss,
     reference_model,
     with_recorded_positions,
 )
 
 pytestmark = oracle_is_here
-IGNORED_TAIL_WORDS = (1001, 4001)  # the reference's training loss forgets the tail term of these two
 CASES = [
     ("a_final", "a_nonoverlap", 0, 1e-9),
     ("b_final", "b_cached", 32, 1e-9),
@@ -69,6 +69,7 @@ def test_sliding_windows_score_as_the_references(record: str, stride: int, prefi
     assert np.abs(result.nll - expected).max() < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("checkpoint", "record"), WALKS)
 def test_token_by_token_scores_as_the_references_and_as_cached(checkpoint: str, record: str, prefix: int) -> None:
@@ -154,30 +155,6 @@ def test_the_whole_adaptive_distribution_is_the_references() -> None:
         assert nll.neg().exp().sum().item() == pytest.approx(1, abs=1e-12)
 
 
-def read_blocks(tokens: np.ndarray, ids: list[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows are the blocks with these numbers; the source is shifted by one, with </s> before the corpus."""
-    source = np.concatenate([[2], tokens[:-1]])
-    rows = [slice(block * length, (block + 1) * length) for block in ids]
-    return tuple(torch.from_numpy(np.stack([array[row] for row in rows])) for array in (source, tokens))
-
-
-def reference_loss(
-    model: Shortformer, ids: torch.Tensor, targets: torch.Tensor, cache: Memory
-) -> tuple[torch.Tensor, Memory]:
-    """The sum over the batch without the two tail terms that the reference forgets."""
-    nll, next_cache, *_ = model(ids, targets, cache)
-    cutoffs = model.config.vocabulary.cutoffs
-    if not cutoffs:
-        return nll.sum(), next_cache
-    x_BTD, _ = model.features(ids, cache)
-    clusters = x_BTD @ model.vocabulary.clusters.T
-    words = x_BTD @ model.vocabulary.bands[0].table.weight.T
-    cluster_nll = torch.cat([words, clusters], -1).logsumexp(-1, keepdim=True) - clusters
-    for tail, word in enumerate(IGNORED_TAIL_WORDS):
-        nll = torch.where(targets == word, cluster_nll[..., tail], nll)
-    return nll.sum(), next_cache
-
-
 def test_gradients_through_the_cache_are_the_references() -> None:
     model = reference_model("init")
     names = fairseq_names(model.config)
@@ -192,6 +169,7 @@ def test_gradients_through_the_cache_are_the_references() -> None:
             assert param.grad.norm().item() == pytest.approx(batch["grad_l2_of_mean_loss"][names[name]], abs=1e-6), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "start", "length", "rounding_seed"),
     [("a", "init", 32, None), ("b", "init", 32, None), ("c1", "init", 16, None), ("c2", "c_stage1", 32, 0)],

@@ -107,6 +107,7 @@ def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryEsti
     return measured, estimate_memory(setup, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE_CASES)])
 def test_plans_are_within_a_tenth_of_what_is_measured(name: str, tmp_path: Path) -> None:
     measured, plan = measured_and_planned((CASES | MORE_CASES)[name], tmp_path)

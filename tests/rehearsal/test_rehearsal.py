@@ -79,6 +79,7 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> Ru
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
 def test_the_last_rank_of_four_needs_what_it_really_needs(case: Case, tmp_path: Path) -> None:
     """Compare a whole step on data 2 x tensor 2 ranks, of two micro-batches with caches. One meter counts both."""
@@ -89,6 +90,7 @@ def test_the_last_rank_of_four_needs_what_it_really_needs(case: Case, tmp_path: 
     assert stage.peak == pytest.approx(measured.total, rel=0.03 if case.zero == 3 else 0.001)
 
 
+@pytest.mark.slow
 def test_a_large_run_is_near_its_plan_and_takes_little_memory() -> None:
     """Use two micro-batches. With one, as in the file, the plan is an upper bound: it counts gradients that do not
     exist yet when activations are largest."""
@@ -113,6 +115,7 @@ def test_the_largest_runs_as_they_are(name: str, ranks: int, rank: int, below: f
     assert used < 2**30
 
 
+@pytest.mark.slow
 def test_a_wrong_shape_is_found_in_the_stage_that_has_it(tmp_path: Path) -> None:
     rehearsal = in_child(_with_too_few_positions, small_run(tmp_path, CASES[0], lengths=(64, 128)))
     assert [each.stage.segment_length for each in rehearsal.stages] == [64]
@@ -128,6 +131,7 @@ def test_a_tensor_left_on_the_host_is_found(tmp_path: Path) -> None:
     assert "embedding: one tensor is on the host, another on the GPU" in rehearsal.failure
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_large_is_told_what_would_fit(tmp_path: Path) -> None:
     run = small_run(tmp_path, CASES[0])
     (hopeless,) = in_child(_rehearse, run, 4, 0, 1.0).stages

@@ -38,7 +38,7 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, int, int]:
     return tiny_run(stages=stages, tokens_per_batch=24, cache=cache), tokens, data_parallel
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(runs())
 def test_every_token_of_an_epoch_is_trained_exactly_once(case: tuple[RunConfig, int, int]) -> None:
     run, corpus_tokens, data_parallel = case
@@ -54,7 +54,7 @@ def test_every_token_of_an_epoch_is_trained_exactly_once(case: tuple[RunConfig, 
     assert last.max() == 1  # the last epoch may be cut short by the end of the run, but nothing is read twice
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(runs())
 def test_stages_last_as_long_as_they_say(case: tuple[RunConfig, int, int]) -> None:
     run, corpus_tokens, data_parallel = case
@@ -115,7 +115,7 @@ def test_what_is_kept_of_the_unread_is_what_was_asked_for(data: st.DataObject) -
     assert [p for a, b in zip(kept.starts, kept.stops, strict=True) for p in range(a, b)] == expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(runs())
 def test_tokens_and_places_are_those_of_the_steps_before(case: tuple[RunConfig, int, int]) -> None:
     """Computed without looking at every segment; the place as earlier versions wrote it is understood, too."""

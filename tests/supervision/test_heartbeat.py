@@ -176,6 +176,7 @@ def slow(folder: Path) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for_and_a_normal_end_is_told(tmp_path: Path) -> None:
     run_ranks(2, slow, tmp_path)
     assert [seen.record.phase for seen in read_records(tmp_path).values()] == ["ended", "ended"]

@@ -154,7 +154,7 @@ def poisoned(marker: Path) -> Mutation:
     """Make a mutation after which a .pt file would create the marker, if it were unpickled without care."""
 
     def mutate(content: bytes, rng: random.Random) -> bytes:
-        payload = _Payload(marker, rng.choice(["system", "open", "eval"]))
+        payload = Payload(marker, rng.choice(["system", "open", "eval"]))
         members = _members(content)
         (pickled,) = (name for name in members if name.endswith("data.pkl"))
         match rng.randrange(4):
@@ -174,7 +174,7 @@ def poisoned(marker: Path) -> Mutation:
     return mutate
 
 
-class _Payload:
+class Payload:
     """What a stranger may have pickled: a call that creates a file."""
 
     def __init__(self, marker: Path, how: str) -> None:

@@ -24,13 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megatron_style.formats import fairseq
+from megatron_style.model.memory import Memory
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.model.vocabulary import AdaptiveVocabulary
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 ORACLE = Path(__file__).resolve().parents[2].parent / "shared" / "oracle"
 oracle_is_here = pytest.mark.skipif(
     not ORACLE.is_dir(), reason="the reference's recorded outputs (shared/oracle beside this checkout) are absent"
 )
+IGNORED_TAIL_WORDS = (1001, 4001)  # the reference's training loss forgets the tail term of these two
 _exp = torch.exp
 
 
@@ -107,3 +110,29 @@ def recorded(path: str) -> Any:
 
 def recorded_tokens(split: str) -> NDArray[np.int64]:
     return np.fromfile(ORACLE / "data" / f"{split}.bin", dtype="<u2").astype(np.int64)
+
+
+def read_blocks(tokens: NDArray[np.int64], ids: list[int], length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets whose rows are the blocks with these numbers; </s> comes before the corpus."""
+    inputs = np.concatenate([[2], tokens[:-1]])
+    rows = [slice(block * length, (block + 1) * length) for block in ids]
+    return _stacked(inputs, rows), _stacked(tokens, rows)
+
+
+def _stacked(array: NDArray[np.int64], rows: list[slice]) -> Tensor:
+    return torch.from_numpy(np.stack([array[row] for row in rows]))
+
+
+def reference_loss(model: Shortformer, ids: Tensor, targets: Tensor, cache: Memory) -> tuple[Tensor, Memory]:
+    """Return the sum over the batch without the two tail terms that the reference forgets."""
+    nll, next_cache, *_ = model(ids, targets, cache)
+    vocabulary = model.vocabulary
+    if not isinstance(vocabulary, AdaptiveVocabulary):
+        return nll.sum(), next_cache
+    x_BTD, _ = model.features(ids, cache)
+    clusters = x_BTD @ vocabulary.clusters.T
+    words = x_BTD @ vocabulary.bands[0].table.weight.T
+    cluster_nll = torch.cat([words, clusters], -1).logsumexp(-1, keepdim=True) - clusters
+    for tail, word in enumerate(IGNORED_TAIL_WORDS):
+        nll = torch.where(targets == word, cluster_nll[..., tail], nll)
+    return nll.sum(), next_cache

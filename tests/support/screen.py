@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import subprocess
+import termios
+from collections.abc import Sequence
+
+from tests.support.launch import ROOT, plain_environment
 
 
 class Screen:
@@ -26,3 +35,22 @@ class Screen:
                 assert not part.startswith("\x1b"), f"an escape that this screen does not know: {part!r}"
                 self.last = self.last[: self._column] + part + self.last[self._column + len(part) :]
                 self._column += len(part)
+
+
+def on_a_terminal(words: Sequence[object], columns: int) -> str:
+    """Return everything that a command writes to a terminal of its own."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    command = list(map(str, words))
+    environment = plain_environment(TERM="xterm")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    try:
+        while part := os.read(ours, 65536):
+            written += part
+    except OSError:  # Linux says so when the last one has closed it
+        pass
+    os.close(ours)
+    assert process.wait() == 0, written.decode()
+    return written.decode()

@@ -1,0 +1,200 @@
+"""The next token is chosen as the sampler says, and only the bands that matter are computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_style.inference.next_token import NextToken, Tail, next_tokens
+from megatron_style.inference.sampling import Sampler
+from megatron_style.model.vocabulary import AdaptiveVocabulary
+from tests.support.continuing import GREEDY, KINDS
+from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model
+
+P = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1], dtype=torch.float64)
+
+
+def banded(probs: Tensor, *edges: int) -> NextToken:
+    """The distribution with its tokens behind the edges in tail bands."""
+
+    def tail(first: int, last: int) -> Tail:
+        mass = probs[first:last].sum()
+        return Tail(first, mass.log().item(), lambda: (probs[first:last] / mass).log())
+
+    return NextToken(probs[: edges[0]].log(), [tail(*edge) for edge in itertools.pairwise([*edges, len(probs)])])
+
+
+def spread(sampler: Sampler, probs: Tensor, *edges: int, numbers: int = 1500) -> Tensor:
+    """How much of the numbers from 0 to 1 leads to each token: its probability, up to 2 / numbers."""
+    following = banded(probs, *edges)
+    chosen = [sampler.choose(following, (i + 0.5) / numbers) for i in range(numbers)]
+    return torch.bincount(torch.tensor(chosen), minlength=len(probs)) / numbers
+
+
+@pytest.mark.parametrize("edges", [[5], [2], [1, 3], [3, 4]], ids=str)
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (Sampler(), P),
+        (Sampler(temperature=0), torch.tensor([0, 1, 0, 0, 0])),
+        (Sampler(temperature=0.5), P**2 / (P**2).sum()),
+        (Sampler(top_k=2), torch.tensor([0, 4 / 7, 0, 3 / 7, 0])),
+        (Sampler(top_k=99), P),
+        (Sampler(temperature=0.5, top_k=2), torch.tensor([0, 16 / 25, 0, 9 / 25, 0])),
+        (Sampler(top_p=0.71), torch.tensor([0, 0.4, 0.15, 0.3, 0]) / 0.85),
+        (Sampler(top_p=0.69), torch.tensor([0, 4 / 7, 0, 3 / 7, 0])),
+        (Sampler(top_p=1.0), P),
+        (Sampler(temperature=0.5, top_p=0.8), torch.tensor([0, 16 / 25, 0, 9 / 25, 0])),
+        (Sampler(top_k=3, top_p=0.5), torch.tensor([0, 4 / 7, 0, 3 / 7, 0])),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_as_often_as_the_cut_distribution_says(
+    sampler: Sampler, expected: Tensor, edges: list[int]
+) -> None:
+    frequency = spread(sampler, P, *edges)
+    assert torch.equal(frequency > 0, expected > 0)
+    torch.testing.assert_close(frequency.double(), expected.double(), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53, 1.0])
+@pytest.mark.parametrize("edges", [[5], [3], [1, 3]], ids=str)
+def test_what_is_impossible_is_never_drawn(u: float, edges: list[int]) -> None:
+    probs = torch.tensor([0, 0.3, 0, 0.7, 0], dtype=torch.float32)
+    for sampler in (Sampler(), Sampler(0.5), Sampler(top_k=4), Sampler(top_p=0.99)):
+        assert sampler.choose(banded(probs, *edges), u) in (1, 3)
+
+
+# Bands that stay closed
+
+
+def features(rows: int, seed: int = 0, size: float = 1.0) -> Tensor:
+    return torch.randn(rows, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * size
+
+
+@pytest.fixture
+def vocabulary() -> Iterator[AdaptiveVocabulary]:
+    """Band sizes 10, 10 and 17. Large vectors, so that the distributions differ in shape."""
+    found = tiny_model(tiny_config()).vocabulary
+    assert isinstance(found, AdaptiveVocabulary)
+    with torch.no_grad():
+        found.clusters.mul_(3)
+        yield found
+
+
+@pytest.mark.parametrize("size", [0.5, 3.0, 12.0])
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 37, 50])
+def test_the_likeliest_are_those_of_the_whole_distribution(
+    vocabulary: AdaptiveVocabulary, count: int, size: float
+) -> None:
+    x_ND = features(40, size=size)
+    for following, whole in zip(next_tokens(vocabulary, x_ND), vocabulary.log_probs(x_ND), strict=True):
+        expected, order = whole.sort(descending=True, stable=True)
+        log_probs, ids = following.likeliest(count)
+        assert ids.tolist() == order[:count].tolist()
+        torch.testing.assert_close(log_probs, expected[:count])
+        assert GREEDY.choose(following, 0.5) == order[0]
+
+
+@pytest.mark.parametrize("mass", [0.1, 0.5, 0.9, 0.999, 1.0])
+def test_the_nucleus_is_the_likeliest_tokens_that_hold_its_mass(vocabulary: AdaptiveVocabulary, mass: float) -> None:
+    x_ND = features(40, size=4.0)
+    for following, whole in zip(next_tokens(vocabulary, x_ND), vocabulary.log_probs(x_ND), strict=True):
+        log_probs, ids = following.nucleus(mass)
+        assert set(ids.tolist()) == set(whole.topk(len(ids)).indices.tolist())
+        torch.testing.assert_close(log_probs, whole[ids])
+        assert log_probs.exp().sum() >= mass - 1e-12
+
+
+def test_equal_tokens_come_in_the_order_of_their_ids() -> None:
+    probs = torch.full((8,), 1 / 8, dtype=torch.float64)
+    for edges in ([8], [7], [1, 7], [1, 2]):  # a band of one token is as likely as the token
+        assert banded(probs, *edges).likeliest(2)[1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(top_k=6), Sampler(top_p=0.8), Sampler(1.7)], ids=str)
+def test_the_hierarchy_draws_from_the_distribution_that_the_loss_knows(
+    vocabulary: AdaptiveVocabulary, sampler: Sampler
+) -> None:
+    x_ND, numbers = features(1, seed=3, size=4.0), 1500
+    (following,) = next_tokens(vocabulary, x_ND)
+    nll = vocabulary.nll(x_ND.expand(VOCAB_SIZE, -1), torch.arange(VOCAB_SIZE), None)
+    counts = Counter(sampler.choose(following, (i + 0.5) / numbers) for i in range(numbers))
+    found = torch.tensor([counts[i] / numbers for i in range(VOCAB_SIZE)])
+    expected = spread(sampler, (-nll).exp(), VOCAB_SIZE, numbers=numbers)
+    torch.testing.assert_close(found, expected, atol=2 / numbers, rtol=0)
+    if sampler == Sampler():
+        torch.testing.assert_close(found.double(), (-nll).exp(), atol=2 / numbers, rtol=0)
+
+
+def opened(vocabulary: AdaptiveVocabulary, x_ND: Tensor, sampler: Sampler, u: float = 0.5) -> list[list[int]]:
+    """Which tail bands are computed when each row chooses."""
+    calls: list[int] = []
+    inside = AdaptiveVocabulary.tail_log_probs
+
+    def counted(self: AdaptiveVocabulary, tail: int, x: Tensor) -> Tensor:
+        calls.append(tail + 1)
+        return inside(self, tail, x)
+
+    found = []
+    with patch.object(AdaptiveVocabulary, "tail_log_probs", counted):
+        for following in next_tokens(vocabulary, x_ND):
+            calls.clear()
+            sampler.choose(following, u)
+            found.append(sorted(calls))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_band_is_opened_only_when_it_could_hold_one_of_the_likeliest(
+    vocabulary: AdaptiveVocabulary, count: int
+) -> None:
+    """Compared with what is known from band 0 and the likelier bands."""
+    x_ND = features(200, size=3.0)
+    whole, clusters = vocabulary.log_probs(x_ND), vocabulary.head_log_probs(x_ND)[1]
+    bands = opened(vocabulary, x_ND, Sampler(top_k=count))
+    for row, (first, second) in enumerate(clusters.tolist()):
+        parts = whole[row].split([10, 10, 17])
+        known = {1: parts[0] if first >= second else torch.cat([parts[0], parts[2]])}
+        known[2] = parts[0] if second > first else torch.cat([parts[0], parts[1]])
+        could = [band for band, bound in ((1, first), (2, second)) if bound >= known[band].topk(count).values[-1]]
+        assert bands[row] == could
+    assert Counter(map(tuple, bands)).keys() == {(), (1,), (2,), (1, 2)}
+
+
+def test_a_drawn_token_opens_at_most_its_own_band(vocabulary: AdaptiveVocabulary) -> None:
+    x_ND = features(50, size=1.0)
+    for u in (0.1, 0.5, 0.9):
+        tokens = [Sampler().choose(following, u) for following in next_tokens(vocabulary, x_ND)]
+        bands = [[] if token < 10 else [1] if token < 20 else [2] for token in tokens]
+        assert opened(vocabulary, x_ND, Sampler(), u) == bands
+        assert Counter(map(tuple, bands)).keys() == {(), (1,), (2,)}
+
+
+def test_a_small_nucleus_opens_little_and_a_temperature_opens_all(vocabulary: AdaptiveVocabulary) -> None:
+    x_ND = features(50, size=6.0)
+    small, large = (opened(vocabulary, x_ND, Sampler(top_p=p)) for p in (0.2, 1.0))
+    assert sum(map(len, small)) < sum(map(len, large))
+    assert opened(vocabulary, x_ND, Sampler(temperature=0.7)) == [[1, 2]] * 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_distribution_sums_to_one_and_agrees_with_the_loss(kind: str) -> None:
+    model, x_ND = tiny_model(tiny_config(kind)), features(5)
+    with torch.no_grad():
+        log_probs = model.vocabulary.log_probs(x_ND)
+        everything = torch.arange(VOCAB_SIZE).repeat(5)
+        nll = model.vocabulary.nll(x_ND.repeat_interleave(VOCAB_SIZE, 0), everything, None)
+        following = next_tokens(model.vocabulary, x_ND)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+    torch.testing.assert_close(log_probs, -nll.view(5, VOCAB_SIZE))
+    for token, whole in zip(following, log_probs, strict=True):
+        found, ids = token.everything()
+        torch.testing.assert_close(found, whole)
+        assert ids.tolist() == list(range(VOCAB_SIZE))

@@ -1,0 +1,52 @@
+"""What a run recorded, and that TensorBoard shows exactly this."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_style.config.run import RunConfig
+
+LINES = {
+    "train": {
+        "loss": "train/loss", "tokens": "train/tokens", "grad_norm": "optimizer/grad_norm",
+        "learning_rate": "optimizer/learning_rate", "skipped": "optimizer/skipped", "stage": "stage/index",
+        "stage_seconds": "stage/seconds", "tokens_per_second": "speed/tokens_per_second",
+        "flops_per_second": "speed/flops_per_second", "seconds": "speed/seconds", "flops": "speed/flops",
+        "memory_bytes": "memory/peak_bytes",
+    },
+    "valid": {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+}  # fmt: skip
+
+
+def events(run: RunConfig, *kinds: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
+    return [event for event in found if not kinds or event["kind"] in kinds]
+
+
+def board(run: RunConfig, *folder: str) -> EventAccumulator:
+    found = EventAccumulator(str(run.output.path.joinpath("tensorboard", *folder)), size_guidance={"scalars": 0})
+    return found.Reload()
+
+
+def expect_points(run: RunConfig) -> None:
+    """Expect all numbers of `train` and `valid` lines, against both axes, each once, and nothing else."""
+    shapes = {event["index"]: event for event in events(run, "stage")}
+    for axis, folder in (("step", ()), ("tokens", ("by_tokens",))):
+        expected: dict[str, list[tuple[int, np.float32]]] = {}
+        for event in events(run, "train", "valid"):
+            points = {tag: event[key] for key, tag in LINES[event["kind"]].items()}
+            points |= {f"valid_by_position/{n:02d}": x for n, x in enumerate(event.get("by_position", ()), start=1)}
+            if event["kind"] == "train":
+                for key in ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token"):
+                    points[f"stage/{key}"] = shapes[event["stage"]][key]
+            for tag, value in points.items():
+                expected.setdefault(tag, []).append((event[axis], np.float32(value)))
+        found = board(run, *folder)
+        points_of = {
+            tag: [(p.step, np.float32(p.value)) for p in found.Scalars(tag)] for tag in found.Tags()["scalars"]
+        }
+        assert points_of == expected
