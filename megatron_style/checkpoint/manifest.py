@@ -188,7 +188,7 @@ def tensor_rank_of(file: str) -> int:
 
 def is_file_name(name: str) -> bool:
     """True if the name is that of something in a folder, and of nothing elsewhere."""
-    return Path(name).name == name != ".." and name.isprintable() and len(name.encode()) < 256
+    return Path(name).name == name and name not in ("", "..") and name.isprintable() and len(name.encode()) < 256
 
 
 def _is_count(number: object) -> bool:

@@ -86,7 +86,8 @@ class CheckpointStore:
 
     def restore(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
         """Load a checkpoint of this run, which may lie in another folder."""
-        check_same_model(manifest.run["model"], manifest.vocab_size, engine, folder)
+        before = RunConfig.parse(manifest.run, source=str(folder))
+        check_same_model(before.model.as_data(), manifest.vocab_size, engine, folder)
         _check_same_optimizer(manifest, self._run, folder)
         if not schedule.is_at(manifest.step, manifest.place):
             raise UserError(
@@ -99,14 +100,15 @@ class CheckpointStore:
         else:
             engine.load_logical(reader.read)
         engine.resume(reader.counters())
-        self._tell_changes(manifest)
+        self._tell_changes(manifest, before)
         caches = self._read_caches(folder, manifest, engine, schedule)
         return Progress(manifest.step, caches, manifest.sound, manifest.losses)
 
-    def _tell_changes(self, manifest: Manifest) -> None:
+    def _tell_changes(self, manifest: Manifest, before: RunConfig) -> None:
         """Settings may change in mid-run, but never unnoticed."""
-        before = RunConfig.parse(manifest.run, source=str(self._folder)).as_data()
-        changes = [change for change in differences(before, self._run.as_data()) if not change.startswith(_MOVES)]
+        changes = [
+            change for change in differences(before.as_data(), self._run.as_data()) if not change.startswith(_MOVES)
+        ]
         changes += differences(manifest.ds_config, read_ds_config(self._run.deepspeed))
         if changes and self._topology.is_first:
             log(f"changed since step {manifest.step}: {'; '.join(changes)}")

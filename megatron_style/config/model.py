@@ -103,3 +103,12 @@ class ModelFolderConfig(Section):
     cache_length: Annotated[int, Field(ge=0, le=2**40)]
     step: NonNegativeInt = 0
     training: TrainingState | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        cutoffs = self.model.vocabulary.cutoffs
+        if max(self.eos, *cutoffs, 0) >= self.vocab_size:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}; it must be above eos ({self.eos}) and the cutoffs ({list(cutoffs)})"
+            )
+        return self

@@ -26,7 +26,6 @@ from megatron_style.formats.huggingface_tokenizer import read_tokenizer, write_t
 from megatron_style.formats.model_folder import (
     CONFIG_FILE,
     WEIGHTS,
-    check_vocabulary,
     open_weights,
     read_settings,
     write_weights,
@@ -59,7 +58,6 @@ def read(folder: Path) -> ModelSource:
     model = {key: settings[key] for key in ModelConfig.model_fields}
     data = {key: settings[key] for key in _BESIDE_MODEL} | {"model": model, "eos": settings["eos_token_id"]}
     config = ModelFolderConfig.parse(data, source=str(path))
-    check_vocabulary(config, path)
     return ModelSource(folder, config, open_weights(folder, config), partial(read_tokenizer, folder))
 
 

@@ -165,10 +165,7 @@ def open_tensors(path: Path) -> dict[str, Stored]:
 
 
 def read_config(folder: Path) -> ModelFolderConfig:
-    path = folder / CONFIG_FILE
-    config = ModelFolderConfig.parse(read_settings(folder), source=str(path))
-    check_vocabulary(config, path)
-    return config
+    return ModelFolderConfig.parse(read_settings(folder), source=str(folder / CONFIG_FILE))
 
 
 def read_settings(folder: Path) -> Any:
@@ -179,12 +176,3 @@ def read_settings(folder: Path) -> Any:
         raise UserError(f"{folder}: no {CONFIG_FILE} in it; a folder of `convert` or of a run is expected") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None
-
-
-def check_vocabulary(config: ModelFolderConfig, path: Path) -> None:
-    cutoffs = config.model.vocabulary.cutoffs
-    if max(config.eos, *cutoffs, 0) >= config.vocab_size:
-        raise UserError(
-            f"{path}: vocab_size is {config.vocab_size}; it must be above eos ({config.eos}) and the "
-            f"cutoffs ({list(cutoffs)})"
-        )

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import checkpoint_name
 from megatron_style.checkpoint.logical import is_plain
-from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, read_sealed, write_sealed
+from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, is_file_name, read_sealed, write_sealed
 from megatron_style.config.model import ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.formats.source import ModelSource, parameters_of
@@ -84,8 +84,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _path_inside(file: str) -> str:
-    path = PurePosixPath(file)
-    if not file.isprintable() or path.is_absolute() or ".." in path.parts:
+    if not all(is_file_name(part) for part in file.split("/")):
         raise ValueError(f"{file!r} is not a file of this folder")
     return file
 

@@ -18,6 +18,8 @@ from megatron_style.config.run import RunConfig, StageConfig, divisors_of
 from megatron_style.schedule.passes import Pass, Reading, ShuffledSegments, TextLanes
 from megatron_style.schedule.unread import Unread
 
+MOST_PASSES = 10_000  # which are all laid out at the start
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -88,9 +90,14 @@ class StageSchedule:
         self.history = history or ((0, run.data.tokens_per_batch * data_parallel),)
         self._shuffles = not run.model.cache if run.data.shuffle is None else run.data.shuffle
         self._seed = run.seed
-        self._stretches = []
+        self._stretches: list[_Stretch] = []
         self.total_steps = 0
         for stretch, steps in self._lay_out(run.stages):
+            if len(self._stretches) == MOST_PASSES:
+                raise UserError(
+                    f"stages.{stretch.stage.index}: the run would read its {corpus_tokens} tokens more than "
+                    f"{MOST_PASSES:,} times; use fewer epochs, steps or tokens"
+                )
             self._stretches.append(stretch)
             self.total_steps = stretch.first_step + steps
         self._firsts = [stretch.first_step for stretch in self._stretches]
@@ -175,6 +182,11 @@ class StageSchedule:
     def _open(self, stage: Stage, unread: Unread, epoch: int, step: int) -> Pass:
         tokens = next(tokens for first, tokens in reversed(self.history) if first <= step)
         rows = tokens // stage.segment_length
+        if not rows:
+            raise UserError(
+                f"stages.{stage.index}: an update of {tokens} tokens, as the history of the checkpoint has it, is less "
+                f"than one segment of {stage.segment_length}; the checkpoint is damaged or of another run"
+            )
         if self._shuffles:
             return ShuffledSegments(unread, rows, stage.segment_length, key=(self._seed, epoch, step))
         return TextLanes(unread, rows, stage.segment_length)

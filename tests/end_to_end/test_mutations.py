@@ -14,7 +14,15 @@ from tests.support.fuzz_targets import TARGETS
 from tests.support.fuzzing import fuzz
 
 TRIALS = 40
-FOUND = [("fairseq_file", 579), ("fairseq_file", 847)]  # a momentum without elements, and one of a single element
+FOUND = [
+    ("fairseq_file", 579),  # a momentum without elements
+    ("fairseq_file", 847),  # a momentum of a single element
+    ("universal_index", 967),  # the name of a file that is longer than a name can be
+    ("universal_index", 1933),  # cutoffs beyond the vocabulary
+    ("run_file", 4362),  # more passes over the text than could be laid out in seconds
+    ("resumption", 3032),  # a manifest whose run has no model
+    ("resumption", 7724),  # a history of updates with fewer tokens than a segment
+]
 NEVER_REFUSED = {"records"}  # what a killed launch has left does not keep the next one from starting
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.schedule.stages import StageSchedule, StepPlan
 from megatron_style.schedule.unread import Unread
@@ -130,3 +131,13 @@ def test_tokens_and_places_are_those_of_the_steps_before(case: tuple[RunConfig, 
         total += schedule.plan(step).tokens
     assert schedule.tokens_before(schedule.total_steps) == total
     assert len(set(places)) == len(places)  # no two steps are at the same place
+
+
+@pytest.mark.parametrize("extent", [{"epochs": 2**40}, {"steps": 2**63}, {"tokens": 2**80}])
+def test_a_run_without_end_is_refused_before_it_is_laid_out(
+    extent: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_style.schedule.stages.MOST_PASSES", 100)
+    run = tiny_run(stages=[{"segment_length": 4, "epochs": 1}, {"segment_length": 8, **extent}])
+    with pytest.raises(UserError, match=r"stages\.1: the run would read its 1200 tokens more than 100 times"):
+        StageSchedule(run, corpus_tokens=1200, data_parallel=1)
