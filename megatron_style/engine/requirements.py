@@ -1,4 +1,4 @@
-"""What a run asks of its launch, found without one: how many processes fit, how much a checkpoint takes."""
+"""The requirements of a run, found without a launch: which numbers of processes fit, how large a checkpoint is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTES_A_PARAMETER = 16  # the most: float32 weights and two moments, and a copy
 
 
 def check_run(run: RunConfig, world: int) -> int:
-    """The run's number of steps on so many processes; whatever `train` would refuse is refused here, in its words."""
+    """Return the run's number of steps on `world` processes, or refuse it with the message with which `train` would."""
     from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config  # takes seconds
 
     check_world(world, run.parallel.tensor)
@@ -28,7 +28,7 @@ def check_run(run: RunConfig, world: int) -> int:
 
 
 def bytes_of_checkpoint(run: RunConfig) -> int | None:
-    """About so many. The vocabulary has a share in it: without a corpus that can be read, nobody knows."""
+    """Return an estimate, or `None` without a readable corpus: the size depends on the vocabulary."""
     try:
         vocab_size = open_corpus(run.data, check_ids=False).vocab_size
     except UserError:
