@@ -1,5 +1,4 @@
 """One rank of a planned grid, in one process without a GPU: the real engine on fake tensors.
 
-rehearsal: a step of each stage. stand_ins: what is not real, with reasons. live_bytes: counting tensors. Read rehearsal
-first.
+rehearsal: a step of each stage. stand_ins: what is not real, and why. live_bytes: counts tensors. Read rehearsal first.
 """
