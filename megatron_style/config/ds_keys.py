@@ -189,7 +189,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.writer": _refused("it needs pipeline parallelism; remove it"),
     # other ways to train
     "activation_checkpointing": _refused("parallel.recompute of the run file decides it; remove it"),
-    "compile": _refused("torch.compile is not faster here and compiles each shape anew; remove it"),
+    "compile": _refused("torch.compile is not faster here and recompiles for each shape; remove it"),
     "autotuning": _refused("it would end the run after a few steps; `plan` finds micro-batches"),
     "elasticity": _refused(f"{_REMOVED}; runs resume on any grid"),
     "curriculum_learning": _refused("stages of the run file are the curriculum; remove it"),

@@ -83,7 +83,7 @@ class ModelConfig(Section):
 
 
 class TrainingState(Section):
-    """What training needs to resume, in addition to weights, optimizer state and step."""
+    """The state from which training resumes, in addition to weights, optimizer state and step."""
 
     optimizer: OptimizerKind
     learning_rate: float = Field(ge=0)  # of the last update
