@@ -8,7 +8,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from megatron_style.__main__ import start
 
-    start("train")  # reads the flags, then imports this file and calls main: the imports below take seconds
+    start("train")  # parses the flags first, then imports this file and calls main: the imports below take seconds
 
 import math
 import time
@@ -31,7 +31,7 @@ from megatron_style.engine.engine import LossShare, TrainingEngine
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
 from megatron_style.engine.spikes import Spike, extend_window, find_spike, loss_of_all_ranks
-from megatron_style.formats.model_folder import write_whole
+from megatron_style.formats.model_folder import write_atomically
 from megatron_style.formats.source import ModelSource
 from megatron_style.formats.start import open_start
 from megatron_style.inference.held_out import held_out
@@ -45,7 +45,7 @@ from megatron_style.supervision.run_guard import guard_run
 from megatron_style.supervision.signals import StopSignals, leave_early
 from megatron_style.supervision.stop import StopRequest
 
-_LAST = 3  # updates that must not all be skipped at the end; in fp16 a single one is nothing unusual
+_LAST = 3  # updates that must not all be skipped at the end; in fp16 a single one is normal
 _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
@@ -88,13 +88,14 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     journal.stage_opens(plan)
                 begin = time.monotonic()
                 loss, caches = accumulate_gradients(engine, corpus, plan, progress.caches, topology, run.seed)
-                # Before the update, which needs the memory of the old caches.
+                # Frees the old caches, whose memory the update needs.
                 progress = replace(progress, step=step + 1, caches=caches)
                 progress, spike = look_for_spike(run.optimizer.spike, progress, loss, topology)
                 rate = learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps)
                 update = engine.update(rate, spike=spike)
 
-                stage_ends, reason = schedule.closes_stage(step), stop.agreed()
+                stage_ends = schedule.closes_stage(step)
+                reason = stop.agreed()
                 saves = due(progress.step, run.output.save_every) or stage_ends or reason is not None
                 journal.step(plan, loss, update, time.monotonic() - begin,
                              show=due(progress.step, run.output.log_every) or saves)  # fmt: skip
@@ -109,7 +110,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     raise Diverged(f"the gradients of the last steps are not finite; {_REMEDY}")
                 if stage_ends:
                     journal.stage_closes(plan)
-                if saves:  # all of this step is recorded: nothing is lost
+                if saves:  # last, so that a resumed run has everything of this step on record
                     heartbeat.at(progress.step, "saving")
                     journal.flush(progress.step)
                     checkpoints.save(engine, progress, schedule)
@@ -127,7 +128,7 @@ def accumulate_gradients(
     topology: Topology,
     seed: int,
 ) -> tuple[LossShare, tuple[Memory, ...]]:
-    """Do the forward and backward passes of one step's micro-batches; each owns its lanes and its memory."""
+    """Do the forward and backward passes of one step's micro-batches, each with its own lanes and memory."""
     stage = plan.stage
     share = torch.zeros((), device=engine.device)
     auxiliary: dict[str, torch.Tensor] = {}
@@ -140,12 +141,12 @@ def accumulate_gradients(
         seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
         output = engine.forward(inputs, targets, memory, noise)
-        mine = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
+        micro_share = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
         further = {name: loss / stage.accumulation for name, loss in output.auxiliary.items()}
-        # The engine takes the mean over the ranks.
-        engine.accumulate(mine * topology.data.size + sum(further.values()), is_last=micro == stage.accumulation - 1)
+        total = micro_share * topology.data.size + sum(further.values())  # the engine takes the mean over the ranks
+        engine.accumulate(total, is_last=micro == stage.accumulation - 1)
 
-        share += mine.detach()
+        share += micro_share.detach()
         for name, loss in further.items():
             auxiliary[name] = auxiliary.get(name, 0.0) + loss.detach()
         next_caches.append(output.memory)
@@ -155,8 +156,8 @@ def accumulate_gradients(
 def look_for_spike(
     config: SpikeConfig | None, progress: Progress, share: LossShare, topology: Topology
 ) -> tuple[Progress, Spike | None]:
-    """Compare the loss of the step with those before it, and keep it for those after it. A run that does not ask for
-    this does not wait for the loss."""
+    """Compare the loss of the step with those before it, and keep it for later steps. A run without
+    `optimizer.spike` does not wait for the loss."""
     if config is None:
         return replace(progress, losses=()), None
     loss = loss_of_all_ranks(share.nll, topology)
@@ -165,7 +166,8 @@ def look_for_spike(
 
 
 def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: StageSchedule, topology: Topology) -> None:
-    weights, last = engine.full_weights(), schedule.stages[-1]
+    weights = engine.full_weights()
+    last = schedule.stages[-1]
     if topology.is_first:
         config = ModelFolderConfig(
             model=run.model,
@@ -176,12 +178,12 @@ def export(engine: TrainingEngine, run: RunConfig, corpus: Corpus, schedule: Sta
             step=schedule.total_steps,
         )
         folder = RunFolder(run.output.path).model
-        remove_leftovers(folder)  # the lock of the run's folder is ours
-        write_whole(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
+        remove_leftovers(folder)  # safe, since this run holds the folder's lock
+        write_atomically(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
 
 
 def sound_step(step: int, held_out_loss: float) -> int:
-    """Return the step, if its model predicts held-out text; a run that does not any more has failed."""
+    """Return the step if the held-out loss is finite; otherwise the run has diverged."""
     if not math.isfinite(held_out_loss):
         raise Diverged(f"step {step}: the held-out loss is {held_out_loss}; {_REMEDY}")
     return step

@@ -1,5 +1,5 @@
 """The checkpoints of a run: written atomically, checked before they are read, resumed on any grid.
 
-store: saving and finding them. manifest: what a checkpoint says about itself. logical: one as complete tensors by name.
-origin: where a run begins. proof: a save compared with the engine. reshard: for another grid. Read store first.
+store: saves and finds them. manifest: what a checkpoint says about itself. logical: reads one as unsharded tensors.
+origin: where a run begins. proof: compares a save with the engine. reshard: for another grid. Read store first.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint of any grid, read as whole named tensors: one parameter at a time, straight from DeepSpeed's files."""
+"""Read a checkpoint of any grid as unsharded tensors by name: one parameter at a time, from DeepSpeed's own files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_style.parallel.topology import Axis
 
 
 class _Opaque:
-    """In place of DeepSpeed's own small classes: holds what was in them and runs nothing."""
+    """A stand-in for DeepSpeed's own small classes: holds their content and runs no code."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -30,17 +30,18 @@ _NOT_NEEDED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
-    "builtins.getattr",  # how Python 3.11.0 to 3.11.3 pickles a member of an enumeration; here it reads nothing
+    "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickle an enum member with it; here it reads nothing
 )
 _WEIGHT = "weight"
 _RATES = ("lr", "momentum", "betas")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_OPEN_FILES = 1024  # mapped, not loaded: they take up addresses, not memory
+_OPEN_FILES = 1024  # memory-mapped: they take up addresses, not memory
 
 
 class LogicalReader:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+        self._folder = folder
+        self._manifest = manifest
         self._groups = lru_cache(maxsize=_OPEN_FILES)(self._open)
         self._places: dict[tuple[str, int], list[tuple[str, Fragment]]] = defaultdict(list)
         for file, found in manifest.fragments.items():
@@ -48,54 +49,57 @@ class LogicalReader:
                 self._places[fragment.param, tensor_rank_of(file)].append((file, fragment))
 
     def weight(self, name: str) -> Tensor:
-        """One parameter, whole, in float32."""
+        """Return one parameter, unsharded, in float32."""
         return self.read(name, lambda key: key == _WEIGHT)[_WEIGHT]
 
     def state(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's state of one parameter, whole."""
+        """Return the optimizer's state of one parameter, unsharded."""
         return self.read(name, lambda key: key != _WEIGHT)
 
     @torch.no_grad()
     def read(self, name: str, wanted: Callable[[str], bool] = bool) -> dict[str, Tensor]:
-        """`weight` and the optimizer's state of one parameter, whole. Beside what is returned, one tensor-parallel
-        rank's shard of it is in memory at a time."""
-        layout, ways = self._manifest.parameters[name], self._manifest.grid["tensor"]
+        """Return `weight` and the optimizer's state of one parameter, unsharded. In addition to these, one
+        tensor-parallel rank's shard is in memory at a time."""
+        layout = self._manifest.parameters[name]
+        ways = self._manifest.grid["tensor"]
         if layout.shard_dim is None or ways == 1:
             return self._shard(name, 0, wanted)
-        whole: dict[str, Tensor] = {}
+        full: dict[str, Tensor] = {}
         for rank in range(ways):
             owned = layout.owned(Axis(ways, rank))
             for key, shard in self._shard(name, rank, wanted).items():
-                if key not in whole:
-                    whole[key] = torch.empty(layout.shape) if shard.dim() else shard
+                if key not in full:
+                    full[key] = torch.empty(layout.shape) if shard.dim() else shard
                 if shard.dim():
-                    place = whole[key].narrow(layout.shard_dim, owned.start, len(owned))
-                    place.copy_(shard.narrow(layout.shard_dim, 0, len(owned)))  # without the padding
-        return whole
+                    target = full[key].narrow(layout.shard_dim, owned.start, len(owned))
+                    target.copy_(shard.narrow(layout.shard_dim, 0, len(owned)))  # without the padding
+        return full
 
     def flat_groups(self, file: str) -> list[dict[str, Any]]:
-        """Return what one rank's file holds, group by group, as it lies in it: `weight`, and the optimizer's state."""
+        """Return the flat tensors of one rank's file, group by group: `weight`, and the optimizer's state by name."""
         return self._groups(file)
 
     def counters(self) -> Counters:
-        """Return what DeepSpeed counted; the same on every rank."""
+        """Return DeepSpeed's counters, which are the same on every rank."""
         with _expecting_deepspeeds(self._folder):
             rank = self._any_rank()
             model = next(name for name in sorted(self._manifest.files) if name.endswith("_model_states.pt"))
             counted = _load(self._folder / model)
             scaler = rank.get("optimizer_state_dict", {}).get("loss_scaler")
-            groups = self._optimizer(rank)["param_groups"]
+            rates = []
+            for group in self._optimizer(rank)["param_groups"]:
+                rates.append({key: group[key] for key in _RATES if key in group})
             return Counters(
                 global_steps=int(counted["global_steps"]),
                 global_samples=int(counted["global_samples"]),
                 skipped_steps=int(counted["skipped_steps"]),
                 loss_scaler={} if scaler is None else dict(vars(scaler)),
                 scheduler=dict(counted.get("lr_scheduler") or {}),
-                rates=tuple({key: group[key] for key in _RATES if key in group} for group in groups),
+                rates=tuple(rates),
             )
 
     def learning_rate(self) -> float:
-        """Return that of the last update; where groups of parameters have their own, the highest one."""
+        """Return the learning rate of the last update, the highest one if parameter groups differ."""
         with _expecting_deepspeeds(self._folder):
             return max(float(group["lr"]) for group in self._optimizer(self._any_rank())["param_groups"])
 
@@ -121,11 +125,10 @@ class LogicalReader:
     def _group(self, file: str, group: int) -> dict[str, Any]:
         groups = self._groups(file)
         if group >= len(groups):
-            raise UserError(f"{self._folder / file}: has {len(groups)} groups, and its manifest names more")
+            raise UserError(f"{self._folder / file}: has {len(groups)} groups, but its manifest names more")
         return groups[group]
 
     def _open(self, file: str) -> list[dict[str, Any]]:
-        """The flat tensors of each group: `weight`, and the optimizer's state by name."""
         state = _load(self._folder / file)
         with _expecting_deepspeeds(self._folder / file):
             states = self._optimizer(state)["state"]
@@ -133,8 +136,9 @@ class LogicalReader:
             found = [{**states.get(index, {}), _WEIGHT: flat} for index, flat in enumerate(weights)]
             if not all(is_plain(group[_WEIGHT]) and group[_WEIGHT].dim() for group in found):
                 raise ValueError("a weight is not a tensor of numbers")
-            if not all(_is_state(value) for group in found for value in group.values()):
-                raise ValueError("the optimizer's state is not of numbers")
+            for group in found:
+                if not all(map(_is_state, group.values())):
+                    raise ValueError("the optimizer's state does not consist of numbers")
             self._check_lengths(file, found)
         return found
 
@@ -157,7 +161,7 @@ class LogicalReader:
         return weights
 
     def _optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the optimizer that ZeRO wraps."""
+        """Return the state of the optimizer that ZeRO wraps."""
         inner: dict[str, Any]
         match self._manifest.grid["zero"]:
             case 0:
@@ -171,7 +175,7 @@ class LogicalReader:
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
     """True for a dense tensor of floating point numbers whose elements are all in memory or in its file. A stranger's
-    file may hold others: sparse, quantized or imaginary ones, or a few bytes that stand for a terabyte."""
+    file may hold others: sparse, quantized or complex ones, or a few bytes that expand to a terabyte."""
     return (
         isinstance(value, Tensor)
         and value.dtype in _FLOATS
@@ -182,8 +186,8 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 
 
 def file_of(names: Iterable[str], *, zero: int, data_rank: int, tensor_rank: int) -> str:
-    """Return the file with a rank's optimizer state and float32 weights. DeepSpeed's name for it begins with the
-    precision in some, so it is looked for among the files that were written."""
+    """Return the file with a rank's optimizer state and float32 weights. DeepSpeed prefixes some of these names with
+    the precision, so the file is looked up among those that were written."""
     ending = f"mp_rank_{tensor_rank:02d}_model_states.pt"
     if zero > 0:
         ending = f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_optim_states.pt"
@@ -192,14 +196,14 @@ def file_of(names: Iterable[str], *, zero: int, data_rank: int, tensor_rank: int
 
 
 def _is_state(value: object) -> bool:
-    """True for what an optimizer keeps: numbers, bare ones such as a count of steps, or nothing yet."""
+    """True for what an optimizer keeps: tensors, single numbers such as a count of steps, or nothing yet."""
     is_number = isinstance(value, Tensor) and value.dim() == 0 and value.layout == torch.strided
     return value is None or type(value) in (int, float, bool) or is_plain(value) or is_number
 
 
 @contextmanager
 def _expecting_deepspeeds(path: Path) -> Iterator[None]:
-    """Whoever finds something else in a file than DeepSpeed saves there, refuses it."""
+    """Refuse a file that holds something other than what DeepSpeed saves."""
     try:
         yield
     except UserError:
@@ -215,7 +219,7 @@ def _load(path: Path) -> dict[str, Any]:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (FileNotFoundError, PermissionError):
         raise
-    except Exception as error:  # bytes of another kind make the unpickler raise whatever it stumbles over
+    except Exception as error:  # on foreign bytes the unpickler may raise anything
         reason = str(error).split("\n")[0][:200]
         raise UserError(f"{path}: holds more than tensors and plain values, so it is not loaded ({reason})") from None
     return state

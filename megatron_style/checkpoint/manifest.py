@@ -1,5 +1,5 @@
-"""What a checkpoint says about itself. It is written last, so a folder with a manifest was once complete; its digests
-tell whether it still is."""
+"""The manifest: what a checkpoint says about itself. It is written last, so a folder with a manifest was once complete;
+its digests show whether it still is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = 1
 
 
 class Damaged(Exception):
-    """A checkpoint is not what its manifest says, or has none. The message says how."""
+    """A checkpoint that differs from its manifest, or has none. The message says how."""
 
     def __str__(self) -> str:
         return one_line(super().__str__())
@@ -35,10 +35,10 @@ class Damaged(Exception):
 @dataclass(frozen=True)
 class Manifest:
     step: int
-    stage: int  # of the step before
+    stage: int  # of the last step
     tokens: int  # trained so far, over all ranks
     place: Mapping[str, int | str]  # how far the text has been read
-    history: tuple[tuple[int, int], ...]  # (first step, tokens an update) of every grid the run has had
+    history: tuple[tuple[int, int], ...]  # (first step, tokens per update) of every grid the run has had
     run: Mapping[str, Any]  # the resolved run file
     ds_config: Mapping[str, Any]  # the user's
     vocab_size: int
@@ -47,12 +47,12 @@ class Manifest:
     parameters: Mapping[str, Layout]  # in the model's order
     fragments: Mapping[str, tuple[Fragment, ...]]  # by file
     files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
-    sound: int = 0  # the last step so far at which the held-out loss was finite
+    sound: int = 0  # the last step at which the held-out loss was finite
     losses: tuple[float, ...] = ()  # of the last steps, against which a spike is measured
 
     @property
     def optimizer(self) -> str:
-        """Return the name of the optimizer, of whichever file it is in."""
+        """Return the name of the optimizer, from whichever file sets it."""
         return optimizer_name(self.run["optimizer"]["name"], self.ds_config)
 
     def write(self, folder: Path) -> None:
@@ -60,10 +60,7 @@ class Manifest:
             "format": FORMAT,
             **asdict(self),
             "parameters": {name: [list(layout.shape), layout.shard_dim] for name, layout in self.parameters.items()},
-            "fragments": {
-                name: [[f.param, f.group, f.start, f.count, f.offset] for f in found]
-                for name, found in self.fragments.items()
-            },
+            "fragments": {name: list(map(astuple, found)) for name, found in self.fragments.items()},
         }
         write_sealed(folder / FILE, data)
 
@@ -71,7 +68,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     data = read_sealed(folder / FILE)
     if (format_version := data.pop("format", None)) != FORMAT:
-        raise UserError(f"{folder}: is of format {format_version}; this version reads format {FORMAT}")
+        raise UserError(f"{folder}: has format {format_version}; this version reads format {FORMAT}")
     try:
         return _manifest_of(data)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
@@ -79,7 +76,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """Checked byte by byte: a damaged checkpoint is never read in part."""
+    """Find a checkpoint and check every byte of it: a damaged one is never read in part."""
     folder = find_checkpoint(path)
     if folder is None:
         raise UserError(f"{path}: neither a run nor a checkpoint (with {FILE})")
@@ -88,7 +85,7 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
         for name, (size, digest) in manifest.files.items():
             check_file(folder, name, size, digest)
     except Damaged as damage:
-        raise UserError(f"{folder}: is not whole: {damage}") from None
+        raise UserError(f"{folder}: is not complete: {damage}") from None
     return folder, manifest
 
 
@@ -114,17 +111,17 @@ def _manifest_of(data: dict[str, Any]) -> Manifest:
     data["losses"] = tuple(float(loss) for loss in data.get("losses", ()))
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
     data["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
-    data["fragments"] = {
-        _written_name(name, data["files"]): tuple(Fragment(*row) for row in rows)
-        for name, rows in data["fragments"].items()
-    }
+    fragments = {}
+    for name, rows in data["fragments"].items():
+        fragments[_written_name(name, data["files"])] = tuple(Fragment(*row) for row in rows)
+    data["fragments"] = fragments
     manifest = Manifest(**data)
     _check_kinds(manifest)
     return manifest
 
 
 def _check_kinds(manifest: Manifest) -> None:
-    """Raise an error unless everything is of its kind and within its shape: sizes are memory that will be asked for."""
+    """Raise an error unless every value has its type and lies within its shape: sizes become allocations."""
     counts = (
         manifest.step,
         manifest.stage,
@@ -156,7 +153,7 @@ def _check_kinds(manifest: Manifest) -> None:
 
 
 def _check_history(history: tuple[tuple[int, int], ...]) -> None:
-    """Raise an error unless each grid begins after the one before, the first at step 0, and trains some tokens."""
+    """Raise an error unless the first grid begins at step 0, each further one later, and all of them train tokens."""
     firsts = [first for first, _ in history]
     if not firsts or firsts[0] != 0 or firsts != sorted(firsts) or not all(_is_count(first) for first in firsts):
         raise ValueError("its history does not begin at step 0")
@@ -165,7 +162,7 @@ def _check_history(history: tuple[tuple[int, int], ...]) -> None:
 
 
 def gap(manifest: Manifest) -> str | None:
-    """Say which part of a parameter no fragment holds, or more than one, if there is any."""
+    """Describe the first part of a parameter that no fragment holds, or more than one, if there is any."""
     held: dict[tuple[str, int], list[Fragment]] = defaultdict(list)
     for file, fragments in manifest.fragments.items():
         for fragment in fragments:
@@ -187,7 +184,7 @@ def tensor_rank_of(file: str) -> int:
 
 
 def is_file_name(name: str) -> bool:
-    """True if the name is that of something in a folder, and of nothing elsewhere."""
+    """True if the name can only be that of a file in its own folder."""
     return Path(name).name == name and name not in ("", "..") and name.isprintable() and len(name.encode()) < 256
 
 
@@ -202,12 +199,12 @@ def optimizer_name(in_run_file: str | None, ds_config: Mapping[str, Any]) -> str
 
 
 def _written_name(name: str, written: Iterable[str]) -> str:
-    """Return the file that is meant: earlier versions left out the precision with which DeepSpeed begins its names."""
+    """Return the complete name of a file: earlier versions left out the precision that DeepSpeed prefixes."""
     return next((file for file in written if file.endswith(name)), name)
 
 
 def write_sealed(path: Path, data: Mapping[str, Any]) -> None:
-    """JSON, and its digest in a second line."""
+    """Write JSON, and its digest in a second line."""
     text = json.dumps(data)
     path.write_text(f"{text}\n{xxhash.xxh3_128(text.encode()).hexdigest()}\n", encoding="utf-8")
 
@@ -241,7 +238,7 @@ def check_file(folder: Path, name: str, size: int, digest: str) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """xxh3: it finds damage as surely as sha256, and is ten times faster than a disk."""
+    """Return the file's xxh3 digest, which finds damage as surely as sha256 and is ten times faster than a disk."""
     if path.stat().st_size == 0:  # cannot be mapped
         return xxhash.xxh3_128(b"").hexdigest()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

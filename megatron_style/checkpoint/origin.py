@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, at a checkpoint of its own, or with a model that was trained elsewhere."""
+"""The origin of a run: step 0, one of its own checkpoints, or a model that was trained elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_style.schedule.stages import StageSchedule
 
 @dataclass(frozen=True)
 class Progress:
-    """What a resumed run needs in addition to weights and optimizer state: the next step, and one cache for each
+    """The state of a run in addition to weights and optimizer state: the next step, and one cache for each
     micro-batch."""
 
     step: int = 0
@@ -26,14 +26,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run is built from: the schedule's history up to here, and how the state of its engine is loaded."""
+    """The start of a run: the schedule's history so far, and a function that loads the engine's state."""
 
     history: tuple[tuple[int, int], ...]
     load: Callable[[TrainingEngine, StageSchedule], Progress]
 
 
 def check_same_model(theirs: Mapping[str, Any], vocab_size: int, engine: TrainingEngine, where: Path) -> None:
-    """Refuse a checkpoint of something else, and say what differs."""
+    """Refuse a checkpoint of another model or corpus, and say what differs."""
     ours = engine.model.config.as_data()
     for key in ours:
         if key != "dropout" and theirs.get(key) != ours[key]:

@@ -1,4 +1,4 @@
-"""A checkpoint for another grid, written without that grid: its ranks run here, on the CPU, one process each."""
+"""Write a checkpoint for another grid without that grid: its ranks run here, on the CPU, one process each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_style.schedule.stages import StageSchedule
 
 
 def reshard(path: Path, output: Path, *, tensor: int, data: int) -> None:
-    """Write `output` as a run's folder that holds this one checkpoint."""
+    """Write `output` as the folder of a run with this one checkpoint."""
     if output.exists() and any(output.iterdir()):
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder")
     folder, manifest = open_checkpoint(path)

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: everything it needs to go on as if it had never stopped.
+"""The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
 `checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank, and
-`manifest.json`. A checkpoint is written aside, flushed to the disk, given its manifest, and renamed when all ranks are
-done; `latest` is moved last. So a kill at any moment leaves the checkpoints before it as they were.
+`manifest.json`. A checkpoint is written under another name, flushed to disk, given its manifest, and renamed when all
+ranks are done; `latest` is updated last. A kill at any moment thus leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -48,19 +48,21 @@ from megatron_style.parallel.sharding import Fragment, layouts_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule
 
-_ASIDE, _REMOVED = ".partial", ".removed"
-_MOVES = ("output.path:", "deepspeed:")  # where files are; what the ds_config says is compared
+_ASIDE = ".partial"
+_REMOVED = ".removed"
+_MOVES = ("output.path:", "deepspeed:")  # paths; the content of the ds_config is compared
 
 
 class CheckpointStore:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
-        self._run, self._topology = run, topology
+        self._run = run
+        self._topology = topology
         self._run_folder = RunFolder(run.output.path)
         self._folder = self._run_folder.checkpoints
-        self._damaged: set[int] = set()  # steps whose checkpoints were passed over, and not written anew since
+        self._damaged: set[int] = set()  # steps whose checkpoints were skipped, and not written again since
 
     def newest(self) -> Origin | None:
-        """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are named and passed over."""
+        """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are logged and skipped."""
         steps = sorted(self._steps(), reverse=True)
         for step in steps:
             folder = self._run_folder.checkpoint(step)
@@ -72,11 +74,11 @@ class CheckpointStore:
             if self._topology.is_first:
                 log(f"warning: {folder} is passed over: {problem}")
         if steps:
-            raise UserError(f"{self._folder}: none of its checkpoints is whole; remove them to begin at step 0 again")
+            raise UserError(f"{self._folder}: none of its checkpoints is complete; remove them to restart at step 0")
         return None
 
     def _history(self, manifest: Manifest) -> tuple[tuple[int, int], ...]:
-        """Return what the grids before wrote, and a new entry when an update has another size now."""
+        """Return the history of the earlier grids, with a new entry if an update has another size now."""
         tokens = self._run.data.tokens_per_batch * self._topology.data.size
         if manifest.history[-1][1] == tokens:
             return manifest.history
@@ -85,52 +87,51 @@ class CheckpointStore:
         return (*(entry for entry in manifest.history if entry[0] < manifest.step), (manifest.step, tokens))
 
     def restore(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
-        """Load a checkpoint of this run, which may lie in another folder."""
+        """Load a checkpoint of this run, which may be in another folder."""
         before = RunConfig.parse(manifest.run, source=str(folder))
         check_same_model(before.model.as_data(), manifest.vocab_size, engine, folder)
         _check_same_optimizer(manifest, self._run, folder)
         if not schedule.is_at(manifest.step, manifest.place):
             raise UserError(
-                f"{folder}: with these stages and data its {manifest.step} steps would have read other text, so going "
-                f"on would lose or repeat some; put back what was changed, or choose another output.path"
+                f"{folder}: stages or data have changed, so resuming at step {manifest.step} would skip or repeat "
+                f"tokens; restore the old settings, or choose another output.path"
             )
         reader = LogicalReader(folder, manifest)
-        if self._lies_alike(manifest, engine):  # each rank needs its own file only
+        if self._has_same_layout(manifest, engine):  # each rank needs its own file only
             engine.load_flat(reader.flat_groups(self._my_file(manifest.files, engine)))
         else:
             engine.load_logical(reader.read)
         engine.resume(reader.counters())
-        self._tell_changes(manifest, before)
+        self._log_changes(manifest, before)
         caches = self._read_caches(folder, manifest, engine, schedule)
         return Progress(manifest.step, caches, manifest.sound, manifest.losses)
 
-    def _tell_changes(self, manifest: Manifest, before: RunConfig) -> None:
-        """Settings may change in mid-run, but never unnoticed."""
-        changes = [
-            change for change in differences(before.as_data(), self._run.as_data()) if not change.startswith(_MOVES)
-        ]
+    def _log_changes(self, manifest: Manifest, before: RunConfig) -> None:
+        """Log which settings have changed since the checkpoint: this is allowed, but should not go unnoticed."""
+        found = differences(before.as_data(), self._run.as_data())
+        changes = [change for change in found if not change.startswith(_MOVES)]
         changes += differences(manifest.ds_config, read_ds_config(self._run.deepspeed))
         if changes and self._topology.is_first:
             log(f"changed since step {manifest.step}: {'; '.join(changes)}")
 
-    def _lies_alike(self, manifest: Manifest, engine: TrainingEngine) -> bool:
-        """True if every rank finds its flat tensors as it would write them, so that it needs no other rank's file."""
+    def _has_same_layout(self, manifest: Manifest, engine: TrainingEngine) -> bool:
+        """True if every rank's flat tensors are stored as it would write them: it needs no other rank's file."""
         if manifest.grid != grid_of(engine, self._topology):
             return False
-        mine = engine.fragments()
-        alike = not mine or tuple(mine) == manifest.fragments.get(self._my_file(manifest.files, engine))
-        return all(gather_json(alike))
+        own = engine.fragments()
+        is_same = not own or tuple(own) == manifest.fragments.get(self._my_file(manifest.files, engine))
+        return all(gather_json(is_same))
 
     def save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
         try:
             self._save(engine, progress, schedule)
         except RunFailed:
             raise
-        except (OSError, RuntimeError) as error:  # torch's writer has no error of its own for a full disk
+        except (OSError, RuntimeError) as error:  # torch's writer raises no OSError on a full disk
             reason = str(error).split("\n")[0][:200]
             raise RunFailed(
                 f"the checkpoint of step {progress.step} could not be written ({reason}); {self._what_stays()}: "
-                f"make room and start again"
+                f"free some disk space and start again"
             ) from error
 
     def _save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
@@ -143,7 +144,7 @@ class CheckpointStore:
         engine.save(self._folder, aside.name)
         if self._topology.tensor.rank == 0:
             self._write_caches(aside, progress.caches)
-        dist.barrier()  # all files are there
+        dist.barrier()  # all files have been written
         parts = gather_json(self._describe(aside, engine))
         manifest = self._manifest(parts, engine, progress, schedule)
         self._prove(aside, manifest, engine)
@@ -151,7 +152,7 @@ class CheckpointStore:
             manifest.write(aside)
             sync(aside / FILE)
             sync(aside)
-            if folder.exists():  # of a run that was set back by hand
+            if folder.exists():  # the run was reset to an earlier step by hand
                 self._remove(folder)
             aside.rename(folder)
             self._point_to(folder.name)
@@ -159,44 +160,53 @@ class CheckpointStore:
         dist.barrier()
 
     def _prove(self, folder: Path, manifest: Manifest, engine: TrainingEngine) -> None:
-        """Compare what was written with what the engine computes with; a checkpoint that differs is never seen."""
-        mine = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
+        """Compare the written files with the engine's weights; a checkpoint that differs never gets its name."""
+        own_problem = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
         if self._topology.is_first:
-            mine = mine or gap(manifest)
-        problem = next((each for each in gather_json(mine) if each), None)
+            own_problem = own_problem or gap(manifest)
+        problem = _first_of_all_ranks(own_problem)
         if problem is None:
             return
         if self._topology.is_first:
             self._sweep()
         raise RunFailed(
             f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; "
-            f"{self._what_stays()}: leave out what is unusual in {self._run.deepspeed or 'the run file'}, and report it"
+            f"{self._what_stays()}: remove unusual settings from {self._run.deepspeed or 'the run file'}, and report it"
         )
 
     def _what_stays(self) -> str:
-        """Say which checkpoint the run can resume from."""
+        """Name the checkpoint from which the run can resume."""
         steps = self._run_folder.steps()
         return f"the checkpoint of step {steps[-1]} is unchanged" if steps else "no checkpoint has been written before"
 
     def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:
-        """This rank's share of the manifest: digests of some files, and the fragments of its own."""
+        """Return this rank's share of the manifest: digests of some files, and the fragments of its own."""
         names = sorted(path.name for path in folder.iterdir())
-        mine = names[dist.get_rank() :: dist.get_world_size()]
-        with ThreadPoolExecutor() as threads:  # the disk is busy with one file while another is read
-            list(threads.map(sync, (folder / name for name in mine)))
-        found = engine.fragments()
+        share = names[dist.get_rank() :: dist.get_world_size()]
+        with ThreadPoolExecutor() as threads:  # the disk writes one file while another is read
+            list(threads.map(sync, (folder / name for name in share)))
+        fragments = [list(astuple(fragment)) for fragment in engine.fragments()]
         return {
-            "files": {name: [(folder / name).stat().st_size, digest_of(folder / name)] for name in mine},
-            "fragments": {self._my_file(names, engine): [list(astuple(each)) for each in found]} if found else {},
+            "files": {name: [(folder / name).stat().st_size, digest_of(folder / name)] for name in share},
+            "fragments": {self._my_file(names, engine): fragments} if fragments else {},
         }
 
     def _my_file(self, names: Iterable[str], engine: TrainingEngine) -> str:
-        data, tensor = self._topology.data.rank, self._topology.tensor.rank
-        return file_of(names, zero=engine.zero_stage, data_rank=data, tensor_rank=tensor)
+        return file_of(
+            names,
+            zero=engine.zero_stage,
+            data_rank=self._topology.data.rank,
+            tensor_rank=self._topology.tensor.rank,
+        )
 
     def _manifest(
         self, parts: Sequence[dict[str, Any]], engine: TrainingEngine, progress: Progress, schedule: StageSchedule
     ) -> Manifest:
+        fragments: dict[str, tuple[Fragment, ...]] = {}
+        files: dict[str, tuple[int, str]] = {}
+        for part in parts:
+            fragments |= {name: _fragments(rows) for name, rows in part["fragments"].items()}
+            files |= {name: (size, digest) for name, (size, digest) in part["files"].items()}
         return Manifest(
             step=progress.step,
             stage=schedule.plan(progress.step - 1).stage.index,
@@ -209,14 +219,15 @@ class CheckpointStore:
             corpus_tokens=schedule.corpus_tokens,
             grid=grid_of(engine, self._topology),
             parameters=layouts_of(engine.model),
-            fragments={name: _fragments(rows) for part in parts for name, rows in part["fragments"].items()},
-            files={name: (size, digest) for part in parts for name, (size, digest) in part["files"].items()},
+            fragments=fragments,
+            files=files,
             sound=progress.sound,
             losses=progress.losses,
         )
 
     def _problem_with(self, folder: Path) -> str | None:
-        """Every rank looks at some of the files; the verdict is common."""
+        """Describe what is wrong with a checkpoint, if anything. Each rank checks some of the files, and all of them
+        return the same verdict."""
         problem = None
         try:
             manifest = read_manifest(folder)
@@ -227,10 +238,10 @@ class CheckpointStore:
                 check_file(folder, name, size, digest)
         except Damaged as damage:
             problem = str(damage)
-        return next((told for told in gather_json(problem) if told), None)
+        return _first_of_all_ranks(problem)
 
     def _steps(self) -> list[int]:
-        """Rank 0 looks, so that all ranks see the same."""
+        """Return the steps that rank 0 finds, so that all ranks see the same."""
         found: list[int] = gather_json(self._run_folder.steps() if self._topology.is_first else [])[0]
         return found
 
@@ -241,9 +252,9 @@ class CheckpointStore:
         sync(self._folder)
 
     def _prune(self, written: int, *, sound: int) -> None:
-        """Keep the newest few, every n-th for good, and the newest whose model is known to be sound: the held-out loss
-        was finite then or later. Damaged ones do not count, so the one just written is always among them; they are
-        removed when a newer one is complete."""
+        """Remove old checkpoints. The newest few are kept, every n-th for good, and the newest whose model is known to
+        be sound: the held-out loss was finite then or later. Damaged ones do not count, so the one just written is
+        always kept; they are removed when a newer one is complete."""
         self._damaged.discard(written)
         for step in sorted(step for step in self._damaged & {*self._run_folder.steps()} if step < written):
             self._remove(self._run_folder.checkpoint(step))
@@ -256,19 +267,22 @@ class CheckpointStore:
 
     def _remove(self, folder: Path) -> None:
         removed = folder.with_name(folder.name + _REMOVED)
-        folder.rename(removed)  # from here on nobody takes it for complete
+        folder.rename(removed)  # a checkpoint that is half removed must not look complete
         shutil.rmtree(removed)
 
     def _sweep(self) -> None:
-        """Remove what earlier saves left behind. Not during a save: it would remove what is being written."""
+        """Remove what interrupted saves have left. Not to be called during a save, whose files it would remove."""
         for path in self._folder.iterdir():
             if path.suffix in (_ASIDE, _REMOVED) and step_of(path.stem) is not None:
                 shutil.rmtree(path)
 
     def _write_caches(self, folder: Path, caches: Sequence[Memory]) -> None:
-        """All rows of this data-parallel rank in the order of their lanes: they do not depend on the micro-batches."""
+        """Write all rows of this data-parallel rank in the order of their lanes, whatever the micro-batches."""
         names = caches[0].tensors if caches else ()
-        tensors = {name: torch.cat([cache.tensors[name] for cache in caches]).contiguous() for name in names}
+        tensors = {}
+        for name in names:
+            parts = [cache.tensors[name] for cache in caches]
+            tensors[name] = torch.cat(parts).contiguous()
         rows = max(map(len, tensors.values()), default=0)
         first = self._topology.data.rank * rows
         metadata = {"global_rows": f"{first}..{first + rows}"}
@@ -277,7 +291,8 @@ class CheckpointStore:
     def _read_caches(
         self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule
     ) -> tuple[Memory, ...]:
-        """This rank's rows, from whichever ranks wrote them. When the next step opens new lanes, nobody needs them."""
+        """Return the caches of this rank's rows, from whichever ranks wrote them; none if the next step opens new
+        lanes."""
         if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
             return ()
         stage = schedule.plan(manifest.step).stage
@@ -293,12 +308,17 @@ def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
 
 
 def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> None:
-    theirs, ours = manifest.optimizer, optimizer_name(run.optimizer.name, read_ds_config(run.deepspeed))
-    if theirs != ours:
+    before = manifest.optimizer
+    now = optimizer_name(run.optimizer.name, read_ds_config(run.deepspeed))
+    if before != now:
         raise UserError(
-            f"{folder}: was trained with {theirs}, whose state is of no use to {ours}; set the optimizer back, or "
-            f"start a new run from an exported model"
+            f"{folder}: was trained with {before}, whose state is of no use to {now}; restore the optimizer, or start "
+            f"a new run from an exported model"
         )
+
+
+def _first_of_all_ranks(problem: str | None) -> str | None:
+    return next((message for message in gather_json(problem) if message), None)
 
 
 def _fragments(rows: Iterable[Sequence[Any]]) -> tuple[Fragment, ...]:
@@ -312,14 +332,16 @@ def _split(tensors: Mapping[str, torch.Tensor], stage: Stage) -> tuple[Memory, .
 
 
 def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
-    parts, first = [], 0
+    parts = []
+    first = 0
     for rank in range(data_ranks):
         path = folder / _cache_file(rank)
         try:
             with safe_open(path, framework="pt") as file:
                 held = file.get_slice(name)
                 rows = held.get_shape()[0]
-                begin, end = max(wanted.start, first), min(wanted.stop, first + rows)
+                begin = max(wanted.start, first)
+                end = min(wanted.stop, first + rows)
                 if begin < end:
                     parts.append(held[begin - first : end - first])
                 first += rows
@@ -329,7 +351,7 @@ def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch
 
 
 def _expected(model: ModelConfig, stage: Stage) -> dict[str, torch.Tensor]:
-    """Return the tensors of a full memory of all rows, without their content."""
+    """Return the tensors of a full memory of all rows, without content."""
     nowhere = torch.empty(0, device="meta")
     return Memory.full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
 
@@ -342,7 +364,7 @@ def _check_memory(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torc
         fits = tensor.dim() == len(full) and tensor.shape[1] <= full[1] and len(lengths) == 1
         if not fits or (*tensor.shape[:1], *tensor.shape[2:]) != (*full[:1], *full[2:]):
             raise UserError(
-                f"{folder}: its cache of layer {name} is {list(tensor.shape)}; at most {list(full)} is right"
+                f"{folder}: its cache of layer {name} has shape {list(tensor.shape)}; at most {list(full)} is right"
             )
 
 

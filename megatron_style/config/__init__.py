@@ -1,5 +1,5 @@
-"""What a run is: the run file and the ds_config, read, checked and frozen. No torch.
+"""The settings of a run: the run file and the ds_config, read, checked and frozen. No torch.
 
-section: strict sections and their messages. yaml_file: YAML in and out. model: what a model is. run: the sections of
-RUN.yaml. ds_keys: what happens to each key of a ds_config; ds_file: the file. Read run first.
+section: strict sections and their messages. yaml_file: YAML in and out. model: the settings of a model. run: the
+sections of RUN.yaml. ds_keys: the verdict on each key of a ds_config; ds_file: the file. Read run first.
 """

@@ -1,5 +1,5 @@
-"""The user's ds_config as a file: JSON whose keys are honoured or refused, as `ds_keys` says. DeepSpeed's own models
-check the values, where the engine is built."""
+"""The user's ds_config as a file: JSON whose keys are honoured or refused, as `ds_keys` says. Their values are checked
+by DeepSpeed's own models, when the engine is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_style.config.shipped import find_file
 
 
 def read_ds_file(path: Path | None) -> dict[str, Any]:
-    """Return what is asked for; refused keys that ask for nothing (`"enabled": false`) are left out."""
+    """Return the keys that are honoured; refused keys that ask for nothing (`"enabled": false`) are left out."""
     if path is None:
         return {}
     file = find_file(path, "a DeepSpeed config in JSON")
@@ -90,7 +90,7 @@ def _check_optimizer(user: dict[str, Any], source: str) -> None:
     kind = user["optimizer"].get("type")
     if str(kind).lower() in NO_OPTIMIZERS:
         raise UserError(f"{source}: optimizer.type {kind}: {NO_OPTIMIZERS[str(kind).lower()]}; use AdamW")
-    by_deepspeed = {name.lower() for name in OPTIMIZERS[:3]}  # which ignores capitals; the others are torch's
+    by_deepspeed = {name.lower() for name in OPTIMIZERS[:3]}  # DeepSpeed ignores case; the others are torch's
     if kind not in OPTIMIZERS and str(kind).lower() not in by_deepspeed:
         raise UserError(f"{source}: optimizer.type is {json.dumps(kind)}; use one of {', '.join(OPTIMIZERS)}")
     _check_params(user["optimizer"], "optimizer", source)

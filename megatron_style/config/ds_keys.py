@@ -1,4 +1,4 @@
-"""What happens to each key of a ds_config: the one table that the trainer and `docs/ds_config.md` read.
+"""The verdict on each key of a ds_config: the one table that the trainer and `docs/ds_config.md` read.
 
 A key is honoured (DeepSpeed acts on it, or this project does), agreed (it may be present if it says what the run file
 says), or refused. What the table does not know is refused as unknown; nothing is ignored.
@@ -17,9 +17,9 @@ _SHARDED = (1, 2, 3)
 @dataclass(frozen=True)
 class Rule:
     verdict: Literal["honoured", "agreed", "refused"]
-    why: str  # what it does here; of a refused key what is wrong with it, and what to do
-    stages: tuple[int, ...] = _ALL_STAGES  # of ZeRO; at another one the key would have no effect
-    off: tuple[Any, ...] = (False, None)  # of a refused key: values that ask for nothing
+    why: str  # what it does here; for a refused key, what is wrong with it and what to do
+    stages: tuple[int, ...] = _ALL_STAGES  # of ZeRO; at any other the key would have no effect
+    off: tuple[Any, ...] = (False, None)  # for a refused key, the values that ask for nothing
 
     def asks_for_nothing(self, value: object) -> bool:
         return value in self.off or (isinstance(value, dict) and value.get("enabled", True) is False)
@@ -79,7 +79,7 @@ RULES: Mapping[str, Rule] = {
     "data_types.buffer_dtype": _refused("the only buffer is the table of positions, in float32; remove it"),
     "data_types.keep_in_fp32_modules": _refused("the only buffer is the table of positions; remove it", "auto"),
     "communication_data_type": _refused("at ZeRO 2 DeepSpeed ignores it in bf16; use data_types.grad_accum_dtype"),
-    "seq_parallel_communication_data_type": _refused("there is no sequence parallelism of DeepSpeed's; remove it"),
+    "seq_parallel_communication_data_type": _refused("DeepSpeed's sequence parallelism is not used; remove it"),
     "prescale_gradients": _honoured("gradients are divided by the ranks before they are summed"),
     "gradient_predivide_factor": _honoured("with prescale_gradients: by this much before, the rest after"),
     "sparse_gradients": _refused(_REMOVED),
@@ -189,7 +189,7 @@ RULES: Mapping[str, Rule] = {
     "checkpoint.writer": _refused("it needs pipeline parallelism; remove it"),
     # other ways to train
     "activation_checkpointing": _refused("parallel.recompute of the run file decides it; remove it"),
-    "compile": _refused("torch.compile is not faster here and compiles each shape anew; remove it"),
+    "compile": _refused("torch.compile is not faster here and recompiles for each shape; remove it"),
     "autotuning": _refused("it would end the run after a few steps; `plan` finds micro-batches"),
     "elasticity": _refused(f"{_REMOVED}; runs resume on any grid"),
     "curriculum_learning": _refused("stages of the run file are the curriculum; remove it"),
@@ -209,10 +209,10 @@ RULES: Mapping[str, Rule] = {
 
 OPTIMIZERS = ("Adam", "AdamW", "Lion", "SGD", "NAdam", "RAdam", "RMSprop")
 NO_OPTIMIZERS: Mapping[str, str] = {
-    "muon": "DeepSpeed computes it otherwise at each ZeRO stage and for each tensor-parallel shard",
-    "adagrad": "ZeRO makes it anew without its groups of parameters, so that all of them would decay",
-    "lamb": "its trust ratio would be one of ZeRO's slices, not of a layer",
+    "muon": "DeepSpeed computes it differently at each ZeRO stage and for each tensor-parallel shard",
+    "adagrad": "ZeRO rebuilds it without its parameter groups, so that all parameters would decay",
+    "lamb": "its trust ratio would be that of a ZeRO slice, not of a layer",
 }
 SETS_RATE = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest")
-SCALES_RATE = ("WarmupCosineLR",)  # multiplies the optimizer's own rate, so that one has to be set
+SCALES_RATE = ("WarmupCosineLR",)  # multiplies the optimizer's own rate, which therefore has to be set
 BLOCKS = frozenset(path.rpartition(".")[0] for path in RULES if "." in path)

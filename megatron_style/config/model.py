@@ -1,4 +1,4 @@
-"""What a model is: every variant of the paper is one of these values."""
+"""The settings of a model: every variant of the paper is one of these values."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from megatron_style.base.errors import UserError
 from megatron_style.config.section import Section
 
-Positions = Literal["added", "infused"]  # kinds of attention: how a token's place enters it
+Positions = Literal["added", "infused"]  # kinds of attention, by how a token's position enters it
 OptimizerKind = Literal["nag", "adamw"]
 DEFAULT_OPTIMIZER: OptimizerKind = "nag"
 EvaluationMode = Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
 
 
 class VocabularyConfig(Section):
-    """`adaptive`: frequency bands of shrinking width, tied. `tied` and `untied`: one matrix, or one on each side."""
+    """`adaptive`: frequency bands of shrinking width, tied. `tied`: one matrix for input and output. `untied`: two."""
 
     kind: Literal["adaptive", "tied", "untied"] = "adaptive"
     cutoffs: tuple[PositiveInt, ...] = ()
@@ -34,7 +34,7 @@ class VocabularyConfig(Section):
 
 
 class DropoutConfig(Section):
-    """Rates at the four places the reference drops: hidden states, attention, feed-forward, softmax input."""
+    """Dropout rates, at the four places of the reference: hidden states, attention, feed-forward, softmax input."""
 
     hidden: float = Field(0.0, ge=0, lt=1)
     attention: float = Field(0.0, ge=0, lt=1)
@@ -42,7 +42,7 @@ class DropoutConfig(Section):
     softmax: float = Field(0.0, ge=0, lt=1)
 
 
-# A file may come from a stranger: what is larger than any model is refused before memory is asked for.
+# A file may come from a stranger: sizes beyond those of any model are refused before memory is allocated.
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 Width = Annotated[int, Field(gt=0, le=2**20)]
 Count = Annotated[int, Field(gt=0, le=2**40)]
@@ -73,7 +73,7 @@ class ModelConfig(Section):
         return self
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """The size of the vocabulary is a fact of the corpus, so this cannot be checked with the file alone."""
+        """Refuse cutoffs beyond the vocabulary. Its size is the corpus's, so the file alone is not enough to check."""
         cutoffs = self.vocabulary.cutoffs
         if cutoffs and cutoffs[-1] >= vocab_size:
             raise UserError(
@@ -83,17 +83,17 @@ class ModelConfig(Section):
 
 
 class TrainingState(Section):
-    """What training needs to go on, beside the weights, the optimizer's state and the step."""
+    """The state from which training resumes, in addition to weights, optimizer state and step."""
 
     optimizer: OptimizerKind
     learning_rate: float = Field(ge=0)  # of the last update
     momentum: float = Field(0.99, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
-    epoch: PositiveInt = 1  # which pass over the text comes next or has begun
+    epoch: PositiveInt = 1  # the pass over the text that comes next or has begun
 
 
 class ModelFolderConfig(Section):
-    """`config.json` of an exported model: the model, and the shape of text it was last trained on."""
+    """`config.json` of an exported model: the model, and the segment and cache length it was last trained with."""
 
     format_version: Literal[1] = 1
     model: ModelConfig

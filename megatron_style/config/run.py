@@ -1,4 +1,4 @@
-"""What a run is: the sections of RUN.yaml, frozen, typed and checked once."""
+"""The settings of a run: the sections of RUN.yaml, frozen, typed and checked once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_style.config.section import Section
 from megatron_style.config.yaml_file import override, read_yaml, write_yaml
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
-Tokens = Annotated[int, Field(gt=0, le=2**32)]  # that are forwarded at once
+Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -23,9 +23,9 @@ class DataConfig(Section):
 
     train: Path
     valid: Path
-    vocab_size: PositiveInt | None = None  # only for stores that come without a dictionary
-    tokens_per_batch: Tokens = 9216  # what each data-parallel rank forwards in one step
-    shuffle: bool | None = None  # segments in any order; default: only without a cache, which needs the text's
+    vocab_size: PositiveInt | None = None  # only for stores without a dictionary
+    tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
+    shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
 
 
 class StageConfig(Section):
@@ -66,7 +66,7 @@ class LearningRateConfig(Section):
 
 
 class SpikeConfig(Section):
-    """What happens to an update whose loss is above `factor` times the median of the `window` losses before it."""
+    """The reaction to a loss above `factor` times the median of the `window` losses before it."""
 
     factor: float = Field(gt=1)
     action: Literal["skip", "stop"]
@@ -74,7 +74,7 @@ class SpikeConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Optimizer, schedule and clipping may live in the ds_config instead, never in both."""
+    """Optimizer, schedule and clipping. Each may be in the ds_config instead, never in both."""
 
     name: OptimizerKind | None = None  # default: nag
     learning_rate: LearningRateConfig | None = None
@@ -82,9 +82,9 @@ class OptimizerConfig(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
     eps: PositiveFloat = 1e-8  # adamw
     weight_decay: NonNegativeFloat = 0.0
-    decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices, with nag all as in the reference
+    decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices; for nag all, as in the reference
     clip_norm: PositiveFloat | None = None  # default: 0.1
-    max_skipped: PositiveInt = 50  # so many updates in a row without a finite gradient end the run
+    max_skipped: PositiveInt = 50  # updates in a row without a finite gradient that end the run
     spike: SpikeConfig | None = None  # default: no loss is too high
 
     @property
@@ -95,19 +95,19 @@ class OptimizerConfig(Section):
 class ParallelConfig(Section):
     tensor: PositiveInt = 1
     recompute: bool = False
-    micro_tokens: Tokens | None = None  # the most tokens a rank forwards at once; default: the whole batch
+    micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
 class OutputConfig(Section):
     path: Path
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
-    evaluate_tokens: PositiveInt | None = None  # so much of the held-out text; default: all
-    sample_tokens: NonNegativeInt = 40  # so much is written on behind the first held-out tokens; 0: nothing
+    evaluate_tokens: PositiveInt | None = None  # of the held-out text; default: all
+    sample_tokens: NonNegativeInt = 40  # generated after the first held-out tokens; 0: none
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
-    keep_last: PositiveInt = 2  # so many checkpoints are kept
-    keep_every: PositiveInt | None = None  # and, for good, those of every n-th step
-    stop_after: Duration | None = None  # such as 90m or 11.5h: then save and leave
+    keep_last: PositiveInt = 2  # number of checkpoints to keep
+    keep_every: PositiveInt | None = None  # and those of every n-th step, for good
+    stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h
 
 
 def seconds_of(duration: str) -> float:
@@ -127,7 +127,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        tokens, ways = self.data.tokens_per_batch, self.parallel.tensor
+        tokens = self.data.tokens_per_batch
+        ways = self.parallel.tensor
         for name in ("heads", "ffn_size"):
             if getattr(self.model, name) % ways:
                 size = getattr(self.model, name)
@@ -157,7 +158,7 @@ def divisors_of(number: int) -> list[int]:
 
 
 def nearest_divisors(number: int, wanted: int) -> tuple[int, int]:
-    """The divisors of `number` next to `wanted`, below and above."""
+    """Return the divisors of `number` next to `wanted`, below and above."""
     divisors = divisors_of(number)
     below = max((d for d in divisors if d < wanted), default=1)
     return below, min((d for d in divisors if d > wanted), default=number)
@@ -172,11 +173,11 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
 
 
 def save_run(run: RunConfig, path: Path) -> None:
-    """The resolved run, next to its results."""
+    """Write the resolved run file."""
     write_yaml(run.as_data(), path)
 
 
 def keep_older(path: Path, run: RunConfig, step: int) -> None:
-    """Keep the run file of the steps before, if it says something else: `run.until_step500.yaml`."""
+    """Keep the run file of the earlier steps as `run.until_step500.yaml`, if it differs."""
     if path.exists() and read_yaml(path) != run.as_data():
         path.replace(path.with_name(f"{path.stem}.until_step{step}{path.suffix}"))

@@ -1,4 +1,4 @@
-"""Strict, frozen, typed sections, and errors that say which key, what it holds and what would be right."""
+"""Strict, frozen, typed sections, and errors that name the key, its value and what would be right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Section(BaseModel):
         except (TypeError, ValueError) as error:  # a date, a binary, an infinity, a section inside itself
             raise UserError(f"{source}: holds a value that is not plain: {error}") from None
         try:
-            # The JSON reader is strict about types, but takes a list where a tuple is meant.
+            # The JSON reader is strict about types, but accepts a list for a tuple.
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise UserError(f"{source}: {_explain(error.errors()[0], cls)}") from None
@@ -58,7 +58,7 @@ def _suggestion(location: tuple[int | str, ...], section: type[BaseModel]) -> st
 
 
 def _fields_at(path: tuple[int | str, ...], section: type[BaseModel]) -> dict[str, Any]:
-    """The fields of the section that a path such as ('stages', 0) leads to."""
+    """Return the fields of the section at a path such as ('stages', 0)."""
     for part in path:
         if isinstance(part, int):
             continue
@@ -72,7 +72,8 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
     """Return what differs between two sections as plain data, as in `optimizer.weight_decay: 0.1 -> 0.0`."""
     found = []
     for key in sorted({*before, *after}):
-        old, new = before.get(key), after.get(key)
+        old = before.get(key)
+        new = after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{prefix}{key}.")
         elif old != new:

@@ -12,13 +12,13 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped_file(name: str) -> Path:
-    """Return where `run_configs/NAME.yaml` or `ds_configs/NAME.json` is in this installation."""
+    """Return the path of `run_configs/NAME.yaml` or `ds_configs/NAME.json` in this installation."""
     root = _PACKAGE if (_PACKAGE / FOLDERS[0]).is_dir() else _PACKAGE.parent
     return root / name
 
 
 def find_file(path: Path, expected: str) -> Path:
-    """Return the path or, if nothing is there and it names a shipped file, that file's."""
+    """Return the path or, if no such file exists and it names a shipped file, the shipped file's path."""
     with suppress(FileNotFoundError):
         path.stat()
         return path

@@ -10,11 +10,11 @@ from megatron_style.base.command import add_set_flag, command_parser
 
 
 def parse_train_arguments(words: Sequence[str] | None = None) -> tuple[Path, list[str]]:
-    """Return the run file and what is set differently, by default of this process."""
+    """Return the run file and its overrides, by default from this process's command line."""
     parser = command_parser(
         "train",
         "Train a Shortformer through all its stages, on one process or under any launcher. "
-        "A run that was interrupted goes on from its last checkpoint.",
+        "A run that was interrupted resumes from its last checkpoint.",
         "deepspeed --module megatron_style.train run_configs/quickstart.yaml --set output.path=runs/first",
     )
     add_run_arguments(parser)

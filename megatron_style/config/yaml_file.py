@@ -14,8 +14,8 @@ from megatron_style.config.shipped import find_file
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `1e-4` is a number, and a duplicate key is a mistake. Aliases are refused: a few lines of
-    them can stand for more than any memory holds."""
+    """YAML as people mean it: `1e-4` is a number, and a duplicate key is an error. Aliases are refused: a few lines of
+    them can expand to more than any memory holds."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

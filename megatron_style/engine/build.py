@@ -1,4 +1,4 @@
-"""From a run to an engine that can train it."""
+"""Build the engine of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
 
-# What DeepSpeed raises about settings, and not about memory, devices or the network.
+# What DeepSpeed raises about settings, as opposed to memory, devices or the network.
 _WRONG_SETTINGS = (
     DeepSpeedConfigError,
     ValueError,

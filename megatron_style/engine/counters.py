@@ -1,4 +1,4 @@
-"""What DeepSpeed counts in a run, in addition to weights and optimizer state. Imported without DeepSpeed."""
+"""DeepSpeed's own counters of a run, which a checkpoint holds in addition to weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class Counters:
     skipped_steps: int
     loss_scaler: Mapping[str, Any]  # of fp16
     scheduler: Mapping[str, Any]  # of the ds_config, if it has one
-    rates: tuple[Mapping[str, Any], ...]  # what such a scheduler sets, for each group of parameters
+    rates: tuple[Mapping[str, Any], ...]  # what such a scheduler sets, for each parameter group

@@ -31,8 +31,8 @@ _MODELS = {
     "wandb": WandbConfig,
     "comet": CometConfig,
 }
-_PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}  # that a monitor needs
-# What DeepSpeed says about these, it says as information.
+_PACKAGES = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}  # needed by a monitor
+# DeepSpeed logs what these ask for at level INFO.
 _SPOKEN = (
     "steps_per_print",
     "wall_clock_breakdown",
@@ -52,7 +52,7 @@ def read_ds_config(path: Path | None) -> dict[str, Any]:
 def complete_ds_config(
     user: dict[str, Any], run: RunConfig, stages: Sequence[Stage], *, data_parallel: int
 ) -> dict[str, Any]:
-    """What the engine is given. The batch triple is ours: accumulation is driven by hand, stage by stage."""
+    """Return the engine's ds_config. The batch triple is ours: accumulation is driven by hand, stage by stage."""
     source = str(run.deepspeed)
     _check_precision(user, source)
     for stage in stages:
@@ -72,12 +72,12 @@ def complete_ds_config(
 
 
 def speaks(user: dict[str, Any]) -> bool:
-    """True if the user wants to see what DeepSpeed says of itself."""
+    """True if the user asked for a log of DeepSpeed's own."""
     return any(user.get(key) for key in _SPOKEN)
 
 
 def explained(error: Exception, user: dict[str, Any], source: Path | None) -> UserError:
-    """Return what DeepSpeed raised as one line, with the key that it speaks of, if that can be told."""
+    """Return DeepSpeed's error as one line, with the key that it is about, if it names one."""
     reason = " ".join(f"{error}".split())[:300] or type(error).__name__
     key = next((path for path in _paths(user) if path.rpartition(".")[2] in reason), "")
     return UserError(f"{source}: {key + ': ' if key else ''}DeepSpeed refuses it: {reason}; change or remove the key")
@@ -107,20 +107,21 @@ def _check_sections(data: dict[str, Any], source: str) -> None:
 
 
 def clip_norm(user: dict[str, Any], run: RunConfig) -> float:
-    """In either file; in both only when they agree."""
-    theirs, ours = user.get("gradient_clipping"), run.optimizer.clip_norm
-    if theirs == "auto":
-        theirs = None
-    if theirs is not None and ours is not None and theirs != ours:
+    """Return the norm to clip at, from either file. Both may set it if they agree."""
+    in_ds_config = user.get("gradient_clipping")
+    in_run = run.optimizer.clip_norm
+    if in_ds_config == "auto":
+        in_ds_config = None
+    if in_ds_config is not None and in_run is not None and in_ds_config != in_run:
         raise UserError(
-            f"{run.deepspeed}: gradient_clipping ({theirs}) conflicts with optimizer.clip_norm ({ours}) of the run "
-            f"file; keep one"
+            f"{run.deepspeed}: gradient_clipping ({in_ds_config}) conflicts with optimizer.clip_norm ({in_run}) of the "
+            f"run file; keep one"
         )
-    return float(next(value for value in (ours, theirs, DEFAULT_CLIP_NORM) if value is not None))
+    return float(next(value for value in (in_run, in_ds_config, DEFAULT_CLIP_NORM) if value is not None))
 
 
 def check_one_home(user: dict[str, Any], run: RunConfig) -> None:
-    """Optimizer and schedule live in one of the two files."""
+    """Refuse an optimizer or a schedule that both files set, or neither."""
     if "optimizer" in user and run.optimizer.name is not None:
         raise UserError(f"{run.deepspeed}: has an optimizer, and so has the run file (optimizer.name); remove one")
     if "scheduler" in user and run.optimizer.learning_rate is not None:
@@ -145,10 +146,12 @@ def _check_precision(user: dict[str, Any], source: str) -> None:
 
 
 def _check_bf16_optimizer(user: dict[str, Any], source: str) -> None:
-    """In one case DeepSpeed leaves ZeRO's optimizer for another one, which reduces gradients in its own way."""
-    zero, full = user.get("zero_optimization", {}), user.get("data_types", {}).get("grad_accum_dtype") == "fp32"
+    """Refuse keys of ZeRO's reductions in the one case in which DeepSpeed replaces ZeRO's optimizer by another, which
+    reduces gradients in its own way."""
+    zero = user.get("zero_optimization", {})
+    sums_in_fp32 = user.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if not (user.get("bf16", {}).get("enabled") and full and zero_stage(user) == 1) or offloads:
+    if not (user.get("bf16", {}).get("enabled") and sums_in_fp32 and zero_stage(user) == 1) or offloads:
         return
     for key in ("overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"):
         if key in zero:
@@ -165,6 +168,6 @@ def _check_batch(user: dict[str, Any], stage: Stage, data_parallel: int, source:
         if given not in ("auto", right):
             raise UserError(
                 f"{source}: {key} is {given}, but stage {stage.index + 1} of the run ({stage.rows} rows of "
-                f"{stage.segment_length} a rank, {stage.micro_rows} at once, {data_parallel} ranks) makes it {right}; "
-                f"leave it out, and it is derived for each stage"
+                f"{stage.segment_length} per rank, {stage.micro_rows} at once, {data_parallel} ranks) makes it "
+                f"{right}; leave it out, and it is derived for each stage"
             )

@@ -1,4 +1,4 @@
-"""DeepSpeed behind four verbs: forward, accumulate, update, save and load."""
+"""DeepSpeed's engine, reduced to a few verbs: forward, accumulate, update, save and load."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class LossShare:
 @dataclass(frozen=True)
 class Update:
     learning_rate: float
-    grad_norm: Tensor | float  # before clipping; on the device, so that nobody waits for a norm that is not shown
-    applied: bool  # false when the gradient was not finite, or the loss spiked
+    grad_norm: Tensor | float  # before clipping; on the device, so that the host waits for it only if it is shown
+    applied: bool  # false if the gradient was not finite, or the loss spiked
     spike: Spike | None = None
 
 
@@ -64,11 +64,14 @@ class TrainingEngine:
         max_skipped: int,
         speaks: bool = False,
     ) -> None:
-        """Groups of parameters in place of an optimizer are those of the ds_config's own one."""
+        """Build DeepSpeed's engine. A list in place of an optimizer holds the parameter groups for the ds_config's own
+        optimizer."""
         has_own = isinstance(optimizer, list)
-        self._topology, self._clip_norm = topology, clip_norm
-        self.skipped_in_a_row, self._max_skipped = 0, max_skipped
-        # Without `speaks` not even its warning about an optimizer that it has not tested with ZeRO; we have.
+        self._topology = topology
+        self._clip_norm = clip_norm
+        self._max_skipped = max_skipped
+        self.skipped_in_a_row = 0
+        # Without `speaks`, hide even its warning about an optimizer that it has not tested with ZeRO; we have.
         with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
             self._engine, *_ = deepspeed.initialize(
                 model=model,
@@ -115,8 +118,8 @@ class TrainingEngine:
         self._engine.backward(loss)
 
     def update(self, learning_rate: float | None, *, spike: Spike | None = None) -> Update:
-        """Clip, step, clear; a gradient that is not finite, and a spike, change nothing. `None`: the ds_config has a
-        scheduler."""
+        """Clip, step and clear the gradients; if they are not finite, or the loss spiked, nothing else changes. A
+        learning rate of `None` leaves it to the ds_config's scheduler."""
         update = self._step(learning_rate) if spike is None else self._pretend_step(learning_rate)
         self.skipped_in_a_row = 0 if update.applied else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == self._max_skipped:
@@ -128,14 +131,14 @@ class TrainingEngine:
 
     def _pretend_step(self, learning_rate: float | None) -> Update:
         """Do all of an update but the optimizer's own step: the gradients are measured and cleared, and weights and
-        optimizer state stay as they were, bit for bit. DeepSpeed's scheduler waits, as it does for any skipped step."""
+        optimizer state stay the same, bit for bit. DeepSpeed's scheduler pauses, as it does for any skipped step."""
         engine = self._engine
         scheduler = engine.lr_scheduler
         engine.lr_scheduler = None
         with without_optimizer(engine):
             update = self._step(learning_rate)
         engine.lr_scheduler = scheduler
-        engine.skipped_steps += update.applied  # those that are not finite DeepSpeed has counted
+        engine.skipped_steps += update.applied  # DeepSpeed has counted those that are not finite
         return update
 
     def _step(self, learning_rate: float | None) -> Update:
@@ -150,11 +153,12 @@ class TrainingEngine:
             norm, applied = self._step_by_hand()
         else:
             self._engine.step()
-            norm, applied = self._engine.get_global_grad_norm(), self._engine.was_step_applied()
+            norm = self._engine.get_global_grad_norm()
+            applied = self._engine.was_step_applied()
         return Update(learning_rate, norm, applied)
 
     def _step_by_hand(self) -> tuple[float, bool]:
-        """Without ZeRO, DeepSpeed tells no norm and checks nothing."""
+        """Clip and step without ZeRO, where DeepSpeed reports no norm and checks nothing."""
         norm = gradient_norm(self.model, self._topology.tensor)
         if not math.isfinite(norm):
             self._engine.zero_grad()
@@ -166,13 +170,14 @@ class TrainingEngine:
 
     @contextmanager
     def rehearsed_update(self) -> Iterator[None]:
-        """Do all of an update but the optimizer's own step, after the gradients made in this context, which have to be
-        zero. The training state stays as it was, bit for bit; what the step would allocate is allocated meanwhile."""
+        """Do all of an update but the optimizer's own step, with the gradients made in this context, which have to be
+        zero. The training state stays the same, bit for bit; what the step would allocate is allocated meanwhile."""
         engine = self._engine
         counters = ("global_steps", "global_samples", "micro_steps", "skipped_steps", "lr_scheduler")
         before = {name: getattr(engine, name) for name in counters}
         scaler = copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None))
-        monitored, engine.monitor.enabled = engine.monitor.enabled, False
+        monitored = engine.monitor.enabled
+        engine.monitor.enabled = False
         engine.lr_scheduler = None
         held = state_of_first_step(engine)
         yield
@@ -186,8 +191,8 @@ class TrainingEngine:
         engine.monitor.enabled = monitored
 
     def log_to_monitors(self, values: Mapping[str, float]) -> None:
-        """To whatever the ds_config switches on (`csv_monitor`, `tensorboard`, `wandb`, `comet`), which DeepSpeed tells
-        no loss. Counted in its samples, as what it writes by itself: some of them refuse to go back."""
+        """Send values to the monitors of the ds_config (`csv_monitor`, `tensorboard`, `wandb`, `comet`), to which
+        DeepSpeed itself sends no loss. They count in samples, as DeepSpeed does: some refuse a count that goes back."""
         if self._engine.monitor.enabled:
             count = self._engine.global_samples
             self._engine.monitor.write_events([(tag, value, count) for tag, value in values.items()])
@@ -199,15 +204,15 @@ class TrainingEngine:
 
     def save(self, directory: Path, tag: str) -> None:
         had_checksums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # the manifest has better ones, and these halve the speed
+        torch.serialization.set_crc32_options(False)  # the manifest has better checksums, and these halve the speed
         try:
             self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
         finally:
             torch.serialization.set_crc32_options(had_checksums)
 
     def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Load weights and optimizer state of a checkpoint whose flat tensors lie as this engine's do."""
-        for group, held in zip(flat_groups(self._engine), saved, strict=False):  # those beyond are padding
+        """Load weights and optimizer state of a checkpoint whose flat tensors are laid out like this engine's."""
+        for group, held in zip(flat_groups(self._engine), saved, strict=False):  # further ones are padding
             write_group(group, held)
         refresh_weights(self._engine)
 
@@ -215,24 +220,25 @@ class TrainingEngine:
         return fragments(self._engine, data_rank=self._topology.data.rank)
 
     def load_logical(self, read: Callable[[str], dict[str, Tensor]]) -> None:
-        """Weights and optimizer state from whole tensors, whatever grid they come from."""
-        axis, groups, mine = self._topology.tensor, flat_groups(self._engine), self.fragments()
-        if self.zero_stage == 0:  # every rank holds everything
-            mine = fragments(self._engine, data_rank=0)
+        """Load weights and optimizer state from unsharded tensors, whatever grid they come from."""
+        axis = self._topology.tensor
+        groups = flat_groups(self._engine)
+        # Without ZeRO every rank holds everything, as data rank 0 does.
+        held = self.fragments() if self.zero_stage else fragments(self._engine, data_rank=0)
         by_param: dict[str, list[Fragment]] = {}
-        for fragment in mine:
+        for fragment in held:
             by_param.setdefault(fragment.param, []).append(fragment)
         layouts = layouts_of(self.model)
-        for name, stretches in by_param.items():
+        for name, parts in by_param.items():
             logical = {
                 key: shard_of(x, layouts[name], axis).contiguous() if x.dim() else x for key, x in read(name).items()
             }
-            for fragment in stretches:
+            for fragment in parts:
                 write_fragment(groups[fragment.group], fragment, logical)
         refresh_weights(self._engine)
 
     def resume(self, counters: Counters) -> None:
-        """Restore what DeepSpeed counts in addition to weights and optimizer state."""
+        """Restore DeepSpeed's counters, loss scale and scheduler."""
         self._engine.global_steps = counters.global_steps
         self._engine.global_samples = counters.global_samples
         self._engine.skipped_steps = counters.skipped_steps
@@ -244,14 +250,15 @@ class TrainingEngine:
                 group.update(rates)
 
     def working_weight(self, name: str) -> Tensor:
-        """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks ask for
-        the same one: ZeRO 3 gathers it from them."""
+        """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks have to
+        ask for the same one, because ZeRO 3 gathers it from them."""
         param = self.model.get_parameter(name)
         with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
             return param.detach().clone()
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every logical parameter in float32 on the first rank; empty on the others. All ranks call it together."""
+        """Return every unsharded parameter in float32 on the first rank, and nothing on the others. All ranks have to
+        call it together."""
         weights = {}
         for name, param in self.model.named_parameters():
             full = _gather(param, self._topology.tensor)
@@ -262,7 +269,7 @@ class TrainingEngine:
 
 @contextmanager
 def _at_level(level: str) -> Iterator[None]:
-    """Let DeepSpeed say this much and no more."""
+    """Set DeepSpeed's log level for a while."""
     logger = deepspeed.utils.logger
     before = logger.level
     logger.setLevel(level)
@@ -273,7 +280,7 @@ def _at_level(level: str) -> Iterator[None]:
 
 
 def gradient_norm(model: nn.Module, axis: Axis) -> float:
-    """Over all logical parameters, each counted once."""
+    """Return the norm over all unsharded parameters: what every rank holds is counted once."""
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for param in model.parameters():
         if param.grad is not None and (layout_of(param).shard_dim is not None or axis.rank == 0):
@@ -282,7 +289,8 @@ def gradient_norm(model: nn.Module, axis: Axis) -> float:
 
 
 def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
-    """From the data-parallel ranks (the float32 master copy, where ZeRO keeps one), then from the tensor ranks."""
+    """Gather a parameter from the data-parallel ranks (the float32 master copy, if ZeRO keeps one), then from the
+    tensor-parallel ranks."""
     layout = layout_of(param)
     local = deepspeed.utils.safe_get_full_fp32_param(param)
     local = (param.detach() if local is None else local).float().view(layout.shard_shape(axis.size))
@@ -294,7 +302,7 @@ def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
 
 
 class _MpuView:
-    """Topology in the words DeepSpeed asks for."""
+    """The topology, with the method names that DeepSpeed expects."""
 
     def __init__(self, topology: Topology) -> None:
         for name, axis in (("data", topology.data), ("model", topology.tensor), ("tensor_model", topology.tensor)):

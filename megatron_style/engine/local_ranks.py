@@ -1,4 +1,4 @@
-"""Ranks on this machine, without a launcher: forked processes that talk through a file and gloo."""
+"""Ranks on this machine, without a launcher: forked processes that communicate through a file and gloo."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.multiprocessing.spawn import start_processes
 
 
 def run_ranks(world: int, body: Callable[..., Any], *args: object) -> list[Any]:
-    """What `body(*args)` returns on each rank. An exception on any rank is raised here."""
+    """Return the results of `body(*args)` on all ranks. An exception on any rank is raised here."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         start_processes(_rank, (world, folder, body, args), nprocs=world, start_method="fork")
-        # Written by our own children, into a folder of our own.
+        # Safe to unpickle: written by our own children, into a folder of our own.
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world)]
 
 

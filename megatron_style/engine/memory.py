@@ -1,4 +1,4 @@
-"""The most memory this process has used, on the accelerator or, without one, in host memory."""
+"""The peak memory of this process, on the accelerator or, without one, on the host."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Gives a function that tells the peak, in bytes, since the context was entered."""
+    """Yield a function that returns the peak, in bytes, since the context was entered."""
     forget_peak(device)
     yield lambda: peak_bytes(device)
 
 
 def forget_peak(device: torch.device) -> None:
-    """From now on the peak is that of what follows."""
+    """Reset the peak to what is used now."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # where it cannot be done, the peak is the one since the process began: never too low
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the high-water mark back to what is used now
+    with suppress(OSError):  # if it cannot be reset, the peak is that since the process began: never too low
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the high-water mark
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -30,7 +30,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has a class for it; the CPU allocator only has its words."""
+    """True if an allocation failed. CUDA has an exception class for it; the CPU allocator has only a message."""
     return "out of memory" in str(error) or "can't allocate memory" in str(error)
 
 

@@ -16,7 +16,7 @@ from megatron_style.parallel.sharding import layout_of
 
 
 class NAG(torch.optim.SGD):
-    """Nesterov's accelerated gradient with the reference's learning-rate-corrected momentum.
+    """Nesterov's accelerated gradient, with the reference's correction of the momentum for the learning rate.
 
     The reference keeps a velocity v and rescales it whenever the learning rate changes from lr' to lr:
 
@@ -65,17 +65,19 @@ _OPTIMIZERS: Mapping[OptimizerKind, Callable[..., torch.optim.Optimizer]] = {"na
 
 
 def make_optimizer(config: OptimizerConfig, model: nn.Module, *, on_cpu: bool) -> torch.optim.Optimizer:
-    """Make the run file's optimizer. `on_cpu`: ZeRO keeps its state in host memory, where DeepSpeed's own Adam is much
-    faster."""
+    """Make the run file's optimizer. With `on_cpu`, ZeRO keeps its state in host memory, where DeepSpeed's own Adam is
+    much faster."""
     return _OPTIMIZERS[config.kind](config, model, on_cpu=on_cpu)
 
 
 def parameter_groups(
     model: nn.Module, decay: Literal["matrices", "all"], weight_decay: float | None, *, key: str = "weight_decay"
 ) -> list[dict[str, Any]]:
-    """Return one group, or a second one of those that do not decay. `None`: the optimizer has a decay of its own."""
+    """Return one parameter group or, if some do not decay, two. With a weight decay of `None`, the optimizer's own
+    applies."""
     params = list(model.parameters())
     if decay == "all" or weight_decay == 0:
         return [{"params": params}]
-    kept = [param for param in params if not layout_of(param).decays]
-    return [{"params": [param for param in params if layout_of(param).decays]}, {"params": kept, key: 0.0}]
+    decaying = [param for param in params if layout_of(param).decays]
+    others = [param for param in params if not layout_of(param).decays]
+    return [{"params": decaying}, {"params": others, key: 0.0}]

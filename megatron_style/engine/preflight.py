@@ -1,4 +1,4 @@
-"""Before the first step: does every stage fit? One forward and backward at the shape of each, on the real grid."""
+"""Check before the first step that every stage fits: a forward and backward pass of each shape, on the real grid."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_style.schedule.stages import Stage
 
 
 def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
-    """Each stage with its peak of memory in bytes, the largest first. Leaves the training state as it was."""
+    """Yield each stage with its peak memory in bytes, the largest first. The training state stays the same."""
     if engine.zero_stage == 3 and stages:
-        # Its first pass, which records the order of the weights, keeps more of them gathered than any later one.
+        # The first pass of ZeRO 3, which records the order of the weights, gathers more of them than any later one.
         rehearse(engine, replace(stages[0], segment_length=1, cache_length=0, rows=1, micro_rows=1))
     for stage in sorted(stages, key=_attention_cost, reverse=True):
         with peak_memory(engine.device) as peak:
@@ -32,8 +32,9 @@ def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple
 
 
 def rehearse(engine: TrainingEngine, stage: Stage) -> None:
-    """Hold what a step holds: the caches of all micro-batches, old and new, gradients, and what the update allocates.
-    Two micro-batches are computed, so that the second meets the gradients of the first; of the rest only caches."""
+    """Allocate what a step allocates: the caches of all micro-batches, old and new, gradients, and what the update
+    needs. Two micro-batches are computed, so that the second adds to the gradients of the first; the rest are caches
+    only."""
     ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
     noise = Noise(derive_key("preflight"))
     full = partial(engine.full_memory, stage.micro_rows, stage.cache_length)
@@ -45,7 +46,7 @@ def rehearse(engine: TrainingEngine, stage: Stage) -> None:
             loss = output.nll.sum() + sum(output.auxiliary.values())
             engine.accumulate(loss * 0.0, is_last=micro == 1 or stage.accumulation == 1)
             following.append(output.memory)
-        caches.clear()  # as in a step, the update does not meet them any more
+        caches.clear()  # as in a step, they are freed before the update
 
 
 def _attention_cost(stage: Stage) -> int:

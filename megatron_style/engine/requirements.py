@@ -1,4 +1,4 @@
-"""What a run asks of its launch, found without one: how many processes fit, how much a checkpoint takes."""
+"""The requirements of a run, found without a launch: which numbers of processes fit, how large a checkpoint is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES_A_PARAMETER = 16  # the most: float32 weights and two moments, and a copy
 
 
 def check_run(run: RunConfig, world: int) -> int:
-    """Return the run's number of steps on this number of processes; what `train` would refuse is refused here too."""
+    """Return the run's number of steps on `world` processes, or refuse it with the message with which `train` would."""
     from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config  # takes seconds
 
     check_world(world, run.parallel.tensor)
@@ -38,7 +38,7 @@ def judge_run(run: RunConfig, world: int) -> Finding:
 
 
 def bytes_of_checkpoint(run: RunConfig) -> int | None:
-    """About so many. The vocabulary has a share in it: without a corpus that can be read, nobody knows."""
+    """Return an estimate, or `None` without a readable corpus: the size depends on the vocabulary."""
     try:
         vocab_size = open_corpus(run.data, check_ids=False).vocab_size
     except UserError:

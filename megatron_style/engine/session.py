@@ -19,14 +19,15 @@ from megatron_style.base.errors import UserError
 from megatron_style.hosts.launcher import DEFAULT_PORT, NO_LAUNCHER, find_launcher
 from megatron_style.parallel.topology import Topology
 
-_LOOPBACK, _ADDRESS = "lo", "127.0.0.1"
+_LOOPBACK = "lo"
+_ADDRESS = "127.0.0.1"
 
 
 @contextmanager
 def distributed_session(*, tensor: int) -> Iterator[Topology]:
     deepspeed.utils.logger.setLevel("WARNING")
     for handler in deepspeed.utils.logger.handlers:
-        if type(handler) is logging.StreamHandler:  # its own, not one of a subclass that somebody added
+        if type(handler) is logging.StreamHandler:  # DeepSpeed's own, not an instance of a subclass added by others
             handler.setStream(sys.stderr)  # standard output is for results
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
     # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory.
@@ -39,7 +40,7 @@ def distributed_session(*, tensor: int) -> Iterator[Topology]:
         deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
     try:
         yield Topology.of_world(tensor=tensor)
-        dist.barrier()  # nobody leaves while another rank still needs it
+        dist.barrier()  # no rank leaves while another still needs it
     finally:
         if joined_here:
             dist.destroy_process_group()
@@ -50,7 +51,7 @@ def _join() -> None:
     launcher = find_launcher()
     port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))  # under mpirun nothing else would name it
     launcher.adopt(port)
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it, also without a launcher
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine needs it even without a launcher
     backend = get_accelerator().communication_backend_name()
     take_device(int(os.environ["LOCAL_RANK"]))
     hosts = launcher.count_hosts()
@@ -64,8 +65,8 @@ def _join() -> None:
 
 
 def _listen_on_loopback() -> object | None:
-    """Make the rendezvous of one host: torch's own listens on all interfaces, and lets anybody write. In the process
-    that holds this one, torch finds it by its port and makes none."""
+    """Make the rendezvous of a single host. torch's own would listen on all interfaces and let anyone write; in the
+    process that holds this one, torch finds it by its port and makes none."""
     if _LOOPBACK in [name for _, name in socket.if_nameindex()]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's own process has the port
@@ -80,8 +81,8 @@ def _listen_on_loopback() -> object | None:
 
 
 def take_device(local_rank: int) -> None:
-    """Make this rank's device the current one. Collectives of JSON and barriers use the current device, which is
-    the host's first one until it is set, while NCCL is bound to the one of LOCAL_RANK."""
+    """Make this rank's device the current one. JSON collectives and barriers use the current device, which by default
+    is the host's first, while NCCL is bound to that of LOCAL_RANK."""
     accelerator = get_accelerator()
     kind = accelerator.device_name()
     if kind == "cpu":

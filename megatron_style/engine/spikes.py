@@ -1,4 +1,4 @@
-"""Find a loss that stands out of those before it, before it becomes an update."""
+"""Find a loss that is far above those before it, before it becomes an update."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Spike:
 
 
 def find_spike(config: SpikeConfig, before: tuple[float, ...], loss: float) -> Spike | None:
-    """Return the spike that this loss is, if it is one. Nothing is judged before there is a full window, and a loss
-    that is not finite is left to the check of the gradients."""
-    window = before[-config.window :]  # it may be shorter since the run was resumed
+    """Return the spike, if this loss is one. There is none before the window is full, and a loss that is not finite is
+    left to the check of the gradients."""
+    window = before[-config.window :]  # a resumed run may have a smaller window than before
     if len(window) < config.window or not math.isfinite(loss):
         return None
     median = statistics.median(window)

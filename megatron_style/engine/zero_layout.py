@@ -1,6 +1,6 @@
-"""How ZeRO lays parameters out: flat float32 tensors, of which each rank holds a part, and optimizer state beside them.
+"""How ZeRO lays out parameters: flat float32 tensors, of which each rank holds a part, with optimizer state like them.
 
-A *fragment* says where a stretch of one parameter's shard lies in them. Without ZeRO every parameter is a flat tensor
+A *fragment* is the location of a part of one parameter's shard in them. Without ZeRO every parameter is a flat tensor
 of its own. With the fragments of all ranks, a checkpoint can be read without DeepSpeed and on any other grid.
 """
 
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class FlatGroup:
 
 
 def flat_groups(engine: Any) -> list[FlatGroup]:
-    """Of this rank, in DeepSpeed's order."""
+    """Return this rank's flat tensors, in DeepSpeed's order."""
     optimizer = engine.optimizer
     match engine.zero_optimization_stage():
         case 0:
@@ -45,7 +46,7 @@ def flat_groups(engine: Any) -> list[FlatGroup]:
 def fragments(engine: Any, *, data_rank: int) -> list[Fragment]:
     match engine.zero_optimization_stage():
         case 0:
-            return _unsliced_fragments(engine) if data_rank == 0 else []  # the others hold the same
+            return _unsliced_fragments(engine) if data_rank == 0 else []  # the other ranks hold the same
         case 3:
             return _partitioned_fragments(engine, data_rank)
         case _:
@@ -59,7 +60,8 @@ def _unsliced_fragments(engine: Any) -> list[Fragment]:
 
 
 def _sliced_fragments(engine: Any) -> list[Fragment]:
-    """ZeRO 1 and 2 lay the parameters of each optimizer group end to end and cut that into equal slices."""
+    """Return the fragments of ZeRO 1 and 2, which lay the parameters of each optimizer group end to end and cut that
+    into equal slices."""
     names = {param: name for name, param in engine.module.named_parameters()}
     found = []
     optimizer = engine.optimizer
@@ -68,18 +70,19 @@ def _sliced_fragments(engine: Any) -> list[Fragment]:
         for param in params:
             mapping = param._hp_mapping
             if mapping is not None:
-                here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-                found.append(Fragment(names[param], group, here.start, here.numel, there.start))
+                in_flat = mapping.hp_fragment_address
+                in_shard = mapping.lp_fragment_address
+                found.append(Fragment(names[param], group, in_flat.start, in_flat.numel, in_shard.start))
     return found
 
 
 def _parameters_in_order(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters as torch numbers them when it saves an optimizer's state: group by group."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    """Return the parameters in the order in which torch numbers them in a saved optimizer state: group by group."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:
-    """ZeRO 3 cuts each parameter into equal parts, the last ones padded."""
+    """Return the fragments of ZeRO 3, which cuts each parameter into equal parts, the last ones padded."""
     names = {param: name for name, param in engine.module.named_parameters()}
     found = []
     for group, params in enumerate(engine.optimizer.fp16_groups):
@@ -96,7 +99,7 @@ def _partitioned_fragments(engine: Any, data_rank: int) -> list[Fragment]:
 
 @contextmanager
 def without_optimizer(engine: Any) -> Iterator[None]:
-    """Let an update pass without the optimizer's own step, which alone changes the training state."""
+    """Leave out the optimizer's own step in an update: it alone changes the training state."""
     optimizer = engine.optimizer
     steps = [(optimizer, "_optimizer_step" if engine.zero_optimization_stage() else "step")]
     if isinstance(optimizer, BF16_Optimizer):  # it also links the state that the first step made
@@ -107,17 +110,20 @@ def without_optimizer(engine: Any) -> Iterator[None]:
         yield
     finally:
         for holder, name in steps:
-            delattr(holder, name)  # the method of the class is seen again
+            delattr(holder, name)  # uncovers the method of the class
 
 
 def state_of_first_step(engine: Any) -> list[Tensor]:
-    """Return tensors like those that the optimizer's first step will make; none when it has made them already. What
-    torch's optimizers keep is found by a step on one element."""
+    """Return tensors like those that the optimizer's first step will make, or none if it has made them already. What
+    torch's optimizers keep is found by a step on a single element."""
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if any(base.state.values()):
         return []
     flats = [group.weights for group in flat_groups(engine)]
-    return [torch.zeros_like(flat, dtype=kept) for flat in flats for kept in _kept_per_element(base, flat)]
+    made = []
+    for flat in flats:
+        made += [torch.zeros_like(flat, dtype=dtype) for dtype in _kept_per_element(base, flat)]
+    return made
 
 
 def _kept_per_element(base: torch.optim.Optimizer, like: Tensor) -> list[torch.dtype]:
@@ -133,7 +139,7 @@ def _kept_per_element(base: torch.optim.Optimizer, like: Tensor) -> list[torch.d
 
 
 def refresh_weights(engine: Any) -> None:
-    """Make the model's own weights, which may be in half precision, follow the flat ones."""
+    """Copy the flat weights into the model's own, which may be in half precision."""
     match engine.zero_optimization_stage():
         case 0:
             pass
@@ -150,7 +156,7 @@ def refresh_weights(engine: Any) -> None:
 
 @torch.no_grad()
 def write_fragment(group: FlatGroup, fragment: Fragment, logical: dict[str, Tensor]) -> None:
-    """Copy a stretch of a parameter's shard (`weight`, and optimizer state by name) into the flat tensors."""
+    """Copy a part of a parameter's shard (`weight`, and optimizer state by name) into the flat tensors."""
     for name, values in logical.items():
         if name == "weight":
             target = group.weights
@@ -158,7 +164,7 @@ def write_fragment(group: FlatGroup, fragment: Fragment, logical: dict[str, Tens
             was = group.state.get(name)
             group.state[name] = type(was)(values.item()) if isinstance(was, int | float) else values.clone()
             continue
-        else:  # before its first step the optimizer may not have made its state
+        else:  # the optimizer may not have made its state before its first step
             target = group.state.setdefault(name, torch.zeros_like(group.weights))
         part = values.reshape(-1)[fragment.offset : fragment.offset + fragment.count]
         target.view(-1)[fragment.start : fragment.start + fragment.count].copy_(part)
@@ -166,8 +172,8 @@ def write_fragment(group: FlatGroup, fragment: Fragment, logical: dict[str, Tens
 
 @torch.no_grad()
 def write_group(group: FlatGroup, held: Mapping[str, Any]) -> None:
-    """Copy what a file holds of one flat tensor: its `weight`, perhaps without padding, and the optimizer's state."""
-    size = min(group.weights.numel(), held["weight"].numel())  # what one has beyond the other is padding
+    """Copy one flat tensor of a file: its `weight`, perhaps without padding, and the optimizer's state."""
+    size = min(group.weights.numel(), held["weight"].numel())  # the longer one ends in padding
     group.weights.view(-1)[:size].copy_(held["weight"].reshape(-1)[:size])
     for name, value in held.items():
         if name == "weight":

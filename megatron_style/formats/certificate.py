@@ -1,4 +1,4 @@
-"""What a conversion proves about itself: both sides hold the same tensors, and say the same about a fixed text."""
+"""The proof of a conversion: both sides hold the same tensors, and give a fixed text the same probabilities."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_style.parallel.sharding import layout_of, tag
 from megatron_style.parallel.topology import Axis
 
 FILE = "certificate.json"
-TOLERANCE = 1e-9  # nats; all is computed in float64, so only a real difference is larger
-_SEGMENT = 128  # of the fixed text, at most
-_AT_ONCE = 2**20  # numbers that are computed at once where whole tensors are not needed: 8 MB in float64
+TOLERANCE = 1e-9  # nats; everything is computed in float64, so only a real difference is larger
+_SEGMENT = 128  # the longest segment of the fixed text, in tokens
+_AT_ONCE = 2**20  # numbers computed at once where complete tensors are not needed: 8 MB in float64
 Nll = NDArray[np.float64]
 
 
@@ -47,7 +47,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Never true of a difference that is not a number."""
+        """True if both differences are within the tolerance; a NaN is not."""
         differences = (self.largest_weight_difference, self.largest_nll_difference)
         return all(difference <= self.tolerance for difference in differences)
 
@@ -63,17 +63,17 @@ def certify(
     scorer: Callable[[Tensor], Nll] | None = None,
     computed_by: str = "megatron_style",
 ) -> Certificate:
-    """`scorer`: the output's own code, where it has any."""
+    """Compare the output of a conversion with its source. `scorer` is the output's own code, if it has any."""
     check_same_shapes(source, output)
     text = fixed_text(source.config)
-    theirs = scorer(text) if scorer else streamed_nll(output, text)
+    output_nll = scorer(text) if scorer else streamed_nll(output, text)
     return Certificate(
         source=str(source.path),
         source_digest=source.digest(),
         output_digest=output.digest(),
         tensors=len(parameters_of(source.config)),
         largest_weight_difference=_largest_weight_difference(source, output),
-        largest_nll_difference=float(np.abs(streamed_nll(source, text) - theirs).max()),
+        largest_nll_difference=float(np.abs(streamed_nll(source, text) - output_nll).max()),
         tokens=len(text) - 1,
         tolerance=tolerance,
         computed_by=computed_by,
@@ -87,44 +87,44 @@ def certify(
 
 
 def check_same_shapes(first: ModelSource, second: ModelSource) -> None:
-    shapes, others = (
-        {name: layout.shape for name, layout in parameters_of(source.config).items()} for source in (first, second)
-    )
+    shapes = {name: layout.shape for name, layout in parameters_of(first.config).items()}
+    others = {name: layout.shape for name, layout in parameters_of(second.config).items()}
     for name in sorted(shapes.keys() | others.keys()):
         if shapes.get(name) != others.get(name):
             raise UserError(
-                f"{first.path} and {second.path} are of different models: {name} is {shapes.get(name)} in one and "
+                f"{first.path} and {second.path} are different models: {name} is {shapes.get(name)} in one and "
                 f"{others.get(name)} in the other"
             )
 
 
 def _largest_weight_difference(first: ModelSource, second: ModelSource) -> float:
     found = [_largest_difference(first.weight(name), second.weight(name)) for name in parameters_of(first.config)]
-    return float(np.max(found))  # which a NaN among them makes NaN
+    return float(np.max(found))  # NaN if any is NaN
 
 
-def _largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Piece by piece: there is no third tensor of their size."""
-    pieces = zip(ours.reshape(-1).split(_AT_ONCE), theirs.reshape(-1).split(_AT_ONCE), strict=True)
-    return float(torch.stack([(mine.float() - other.float()).abs().max() for mine, other in pieces]).max())
+def _largest_difference(first: Tensor, second: Tensor) -> float:
+    """Compare piece by piece, so that there is no third tensor of their size."""
+    pieces = zip(first.reshape(-1).split(_AT_ONCE), second.reshape(-1).split(_AT_ONCE), strict=True)
+    return float(torch.stack([(a.float() - b.float()).abs().max() for a, b in pieces]).max())
 
 
 def segment_of(config: ModelFolderConfig) -> int:
-    """How the fixed text is cut."""
+    """Return the segment length of the fixed text."""
     return min(config.segment_length, _SEGMENT)
 
 
 def fixed_text(config: ModelFolderConfig) -> Tensor:
-    """Three segments of random tokens and one token more, the same for every model of this vocabulary."""
+    """Return three segments and one token, random but the same for every model with this vocabulary size."""
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 3 * segment_of(config) + 1)
     return torch.from_numpy(ids)
 
 
 @torch.no_grad()
 def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
-    """Of each token but the first, in float64. Layer by layer over the whole text: no more of the model is in memory
-    at any time than one block, or the vocabulary."""
-    config, length = source.config, segment_of(source.config)
+    """Return the loss of each token but the first, in float64. It is computed layer by layer over the full text, so
+    that no more of the model is in memory at a time than one block, or the vocabulary."""
+    config = source.config
+    length = segment_of(config)
     with torch.device("meta"):
         model = Shortformer(config.model, config.vocab_size)
     model.positions = SinusoidalPositions(config.model.hidden_size)
@@ -147,7 +147,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
 def _through(
     block: Block, segments: Sequence[Tensor], positions: Sequence[Tensor | None], capacity: int
 ) -> Iterator[Tensor]:
-    """Yield the output of a block for each segment; what it needs of the segment before, it has seen there itself."""
+    """Yield the output of a block for each segment. Its memory of the segment before is its own input there."""
     memory = Memory((segments[0][:, :0],), capacity)
     for x, pos in zip(segments, positions, strict=True):
         y, seen = block(x, memory.layers[0], pos, None)
@@ -157,12 +157,12 @@ def _through(
 
 @contextmanager
 def _materialised(module: nn.Module, prefix: str, source: ModelSource) -> Iterator[None]:
-    """A module of a model without weights has its own for a while."""
-    hollow = [
-        (owner, leaf, param, ".".join(filter(None, (prefix, path, leaf))))
-        for path, owner in module.named_modules()
-        for leaf, param in owner.named_parameters(recurse=False)
-    ]
+    """Give a module of a model without weights its own for a while."""
+    hollow = []
+    for path, owner in module.named_modules():
+        prefixes = filter(None, (prefix, path))
+        place = ".".join(prefixes)
+        hollow += [(owner, leaf, param, f"{place}.{leaf}") for leaf, param in owner.named_parameters(recurse=False)]
     for owner, leaf, param, name in hollow:
         weight = nn.Parameter(source.weight(name).double(), requires_grad=False)
         setattr(owner, leaf, tag(weight, layout_of(param), Axis()))

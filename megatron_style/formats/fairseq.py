@@ -1,7 +1,7 @@
 """A form of model: checkpoints of the reference implementation (a fairseq fork) and of fairseq's own language models.
 
 The reference's momentum is a velocity v in units of the last update's learning rate lr_old; ours is u = -v / lr_old
-(`engine/optimizer.py`). Both directions are computed and kept in float64, so that a round trip loses nothing."""
+(`engine/optimizer.py`). Both conversions are computed and stored in float64, so that a round trip loses nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BLOCK_NAMES = {
     "down": "fc2",
     "ffn_norm": "final_layer_norm",  # the reference's name for the norm before the feed-forward part
 }
-# Settings that change what a model computes without changing its tensors; absent means as here.
+# Settings that change what a model computes without changing its tensors, with their defaults.
 _FIXED_SETTINGS = {
     "activation_fn": "relu",
     "decoder_normalize_before": True,
@@ -66,27 +66,29 @@ def read(path: Path) -> ModelSource:
 
 
 def _source(path: Path, state: dict[str, Any]) -> ModelSource:
-    args, theirs = vars(state["args"]), dict(state["model"])
+    weights = dict(state["model"])
     history = state.get("optimizer_history") or [{}]
-    config = _folder_config(path, args, theirs, step=history[-1].get("num_updates", 0))
+    config = _folder_config(path, vars(state["args"]), weights, step=history[-1].get("num_updates", 0))
     names = fairseq_names(config.model)
-    _drop_what_is_not_a_weight(theirs)
-    if odd := next((name for name, tensor in theirs.items() if not is_plain(tensor)), None):
+    _drop_what_is_not_a_weight(weights)
+    if odd := next((name for name, tensor in weights.items() if not is_plain(tensor)), None):
         raise UserError(f"{path}: '{odd}' is not a dense tensor of floating point numbers")
-    _drop_tied_copies(path, theirs, config.model)
-    if set(theirs) != set(names.values()):
-        odd = sorted(set(theirs) ^ set(names.values()))[0]
-        where = "has" if odd in theirs else "lacks"
-        raise UserError(f"{path}: {where} '{odd}', so it is not a pre-norm decoder without a final norm, as expected")
-    _check_shapes(path, theirs, names, config)
+    _drop_tied_copies(path, weights, config.model)
+    if set(weights) != set(names.values()):
+        odd = sorted(set(weights) ^ set(names.values()))[0]
+        has_or_lacks = "has" if odd in weights else "lacks"
+        raise UserError(
+            f"{path}: {has_or_lacks} '{odd}', so it is not a pre-norm decoder without a final norm, as expected"
+        )
+    _check_shapes(path, weights, names, config)
     source = ModelSource(
-        path, config, lambda name: theirs[names[name]].float(), partial(tokenizer_beside, path.absolute())
+        path, config, lambda name: weights[names[name]].float(), partial(tokenizer_beside, path.absolute())
     )
     return _with_optimizer(source, state)
 
 
 def _with_optimizer(source: ModelSource, state: dict[str, Any]) -> ModelSource:
-    """The same with the state of NAG, where the checkpoint has it."""
+    """Return the source with the state of NAG, if the checkpoint has it."""
     optimizer = state.get("last_optimizer_state") or {}
     if not optimizer.get("state") or state["args"].optimizer != "nag":
         return source
@@ -106,7 +108,8 @@ def _with_optimizer(source: ModelSource, state: dict[str, Any]) -> ModelSource:
 
 
 def _velocities(source: ModelSource, state: dict[int, dict[str, Tensor]]) -> Callable[[str], Tensor]:
-    """One buffer a parameter, or, of training in half precision, a single flat one; in the order of the parameters."""
+    """Return the momentum by parameter name. A checkpoint has one buffer per parameter or, after training in half
+    precision, a single flat one, in the order of the parameters."""
     parameters = parameters_of(source.config)
     order = list(fairseq_names(source.config.model))
     buffers = [state[index]["momentum_buffer"] for index in range(len(state))]
@@ -122,9 +125,10 @@ def _velocities(source: ModelSource, state: dict[int, dict[str, Tensor]]) -> Cal
 
 
 def write(path: Path, source: ModelSource) -> None:
-    """What the file holds is laid out on disk first, and mapped from there: in memory there is one tensor at a time."""
+    """Write the tensors to disk and map them from there before they are saved: one tensor is in memory at a time."""
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as directory:
-        aside, names = Path(directory), fairseq_names(source.config.model)
+        aside = Path(directory)
+        names = fairseq_names(source.config.model)
         model = {theirs: _on_disk(aside / ours, source.weight(ours).float()) for ours, theirs in names.items()}
         model |= {copy: model[original] for copy, original in _tied_copies(source.config.model).items()}
         state = {
@@ -138,9 +142,9 @@ def write(path: Path, source: ModelSource) -> None:
 
 
 def _on_disk(path: Path, tensor: Tensor) -> Tensor:
-    """The same numbers, mapped from a file."""
+    """Return the same tensor, mapped from a file."""
     tensor.contiguous().numpy().tofile(path)
-    mapped = np.memmap(path, tensor.numpy().dtype, mode="c", shape=tuple(tensor.shape))  # in place of a scalar, too
+    mapped = np.memmap(path, tensor.numpy().dtype, mode="c", shape=tuple(tensor.shape))  # a scalar too
     return torch.from_numpy(mapped)
 
 
@@ -148,7 +152,8 @@ def _optimizer_state(source: ModelSource, aside: Path) -> dict[str, Any] | None:
     training = source.config.training
     if training is None or training.optimizer != "nag" or source.state is None:
         return None
-    order, momentum = list(fairseq_names(source.config.model)), source.state
+    order = list(fairseq_names(source.config.model))
+    momentum = source.state
 
     def velocity(name: str) -> Tensor:
         return momentum(name)["momentum_buffer"].to(torch.float64, copy=True).mul_(-training.learning_rate)
@@ -158,7 +163,7 @@ def _optimizer_state(source: ModelSource, aside: Path) -> dict[str, Any] | None:
         for index, name in enumerate(order)
     }
     group = {
-        "lr": training.learning_rate,  # its scheduler sets it anew
+        "lr": training.learning_rate,  # fairseq's scheduler overwrites it
         "lr_old": training.learning_rate,
         "momentum": training.momentum,
         "weight_decay": training.weight_decay,
@@ -178,15 +183,16 @@ def _history(config: ModelFolderConfig) -> dict[str, Any]:
 
 
 def _extra_state(config: ModelFolderConfig) -> dict[str, Any]:
-    """Where its data iterator goes on: at the beginning of an epoch, since ours cuts an epoch in other ways."""
+    """Return the state of fairseq's data iterator: at the start of an epoch, since we split an epoch differently."""
     epoch = config.training.epoch if config.training else 1
     iterator = {"version": 2, "epoch": epoch, "iterations_in_epoch": 0, "shuffle": not config.model.cache}
     return {"train_iterator": iterator, "val_loss": None, "previous_training_time": 0}
 
 
 def _settings(config: ModelFolderConfig) -> dict[str, Any]:
-    """What the reference reads of its command line to build this model."""
-    model, adaptive = config.model, config.model.vocabulary.kind == "adaptive"
+    """Return the command-line settings from which the reference builds this model."""
+    model = config.model
+    adaptive = model.vocabulary.kind == "adaptive"
     settings: dict[str, Any] = {
         "task": "language_modeling",
         "arch": "transformer_lm_wiki103" if adaptive else "transformer_lm",
@@ -220,13 +226,13 @@ def _settings(config: ModelFolderConfig) -> dict[str, Any]:
         settings |= {"adaptive_input_cutoff": cutoffs, "adaptive_softmax_cutoff": cutoffs}
         settings |= dict.fromkeys(("adaptive_input_factor", "adaptive_softmax_factor"), model.vocabulary.factor)
         settings |= {"tie_adaptive_weights": True, "tie_adaptive_proj": True}
-    of_the_fork = {"tokens_from_prev": config.cache_length, "sliding_inf": -1}  # its baseline is plain fairseq
+    of_the_fork = {"tokens_from_prev": config.cache_length, "sliding_inf": -1}  # absent for the baseline, plain fairseq
     flags: Mapping[Positions, dict[str, Any]] = {"added": {}, "infused": of_the_fork}
     return settings | flags[model.positions]
 
 
 def _markers(config: ModelConfig) -> dict[str, Tensor]:
-    """What fairseq keeps beside the weights, and refuses to load without."""
+    """Return the entries that fairseq keeps next to the weights, and without which it refuses to load."""
     markers = {"decoder.version": torch.tensor([3.0]), "decoder.embed_positions._float_tensor": torch.zeros(1)}
     if config.vocabulary.kind == "adaptive":
         markers["decoder.embed_tokens._float_tensor"] = torch.zeros(1)
@@ -236,7 +242,7 @@ def _markers(config: ModelConfig) -> dict[str, Tensor]:
 
 
 def fairseq_names(config: ModelConfig) -> dict[str, str]:
-    """This project's parameter names -> the reference's, in the order of its parameters."""
+    """Return the reference's parameter names by this project's, in the order of the reference's parameters."""
     names = {}
     if config.vocabulary.kind == "adaptive":
         for band in range(len(config.vocabulary.cutoffs) + 1):
@@ -256,12 +262,12 @@ def fairseq_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _load_safely(path: Path) -> dict[str, Any]:
-    """Only tensors, plain values and argparse's Namespace are unpickled; anything else is refused, unexecuted."""
+    """Load tensors, plain values and argparse's Namespace; anything else is refused, and nothing is executed."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings(action="ignore"):
-            zipped = zipfile.is_zipfile(path)  # since torch 1.6: such a file is mapped, not read at once
+            zipped = zipfile.is_zipfile(path)  # since torch 1.6; such a file can be memory-mapped
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-        if zipped:  # the checksums of the tensors, which torch.load does not look at
+        if zipped:  # torch.load does not verify the checksums of the tensors
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise zipfile.BadZipFile(damaged)
@@ -269,7 +275,7 @@ def _load_safely(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file; a fairseq checkpoint (.pt) is expected") from None
     except PermissionError:
         raise
-    except Exception as error:  # bytes of another kind make the unpickler raise whatever it stumbles over
+    except Exception as error:  # on foreign bytes the unpickler may raise anything
         if foreign := re.search(r"GLOBAL ([\w.]+) ", str(error)):
             raise UserError(
                 f"{path}: wants to run {foreign[1]}, so it was not loaded; a checkpoint holds tensors and settings only"
@@ -287,7 +293,7 @@ def _load_safely(path: Path) -> dict[str, Any]:
 
 
 def _folder_config(path: Path, args: dict[str, Any], weights: dict[str, Tensor], step: int) -> ModelFolderConfig:
-    is_fork = "tokens_from_prev" in args  # the fork has position-infused attention only, plain fairseq has none
+    is_fork = "tokens_from_prev" in args  # the fork has only position-infused attention, plain fairseq has none
     cache_length = args.get("tokens_from_prev", 0)
     for setting, value in _FIXED_SETTINGS.items():
         if args.get(setting, value) != value:
@@ -311,7 +317,7 @@ def _folder_config(path: Path, args: dict[str, Any], weights: dict[str, Tensor],
         }
         data = {"model": model, "vocab_size": vocab_size, "segment_length": args["tokens_per_sample"]}
     except KeyError as error:
-        raise UserError(f"{path}: lacks {error}, so it is not a transformer language model of fairseq's") from None
+        raise UserError(f"{path}: lacks {error}, so it is not one of fairseq's transformer language models") from None
     return ModelFolderConfig.parse(data | {"cache_length": cache_length, "step": step}, source=str(path))
 
 
@@ -333,7 +339,7 @@ def _drop_what_is_not_a_weight(weights: dict[str, Tensor]) -> None:
 
 
 def _tied_copies(config: ModelConfig) -> dict[str, str]:
-    """The softmax side of a tied model repeats tensors of the input side."""
+    """Return the tensors that a tied model repeats on its softmax side, with their originals on the input side."""
     copies = {}
     if config.vocabulary.kind == "tied":
         copies["decoder.output_projection.weight"] = "decoder.embed_tokens.weight"
@@ -358,5 +364,5 @@ def _check_shapes(path: Path, weights: dict[str, Tensor], names: dict[str, str],
         if found != layout.shape:
             raise UserError(
                 f"{path}: '{names[ours]}' is {list(found)}, but its settings make it {list(layout.shape)}; "
-                "the file is damaged or of another kind"
+                "the file is damaged or of another format"
             )

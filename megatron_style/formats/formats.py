@@ -1,5 +1,5 @@
-"""The forms a model can have. Each is a module that is a `Format`; all of them speak of the same named tensors, so that
-any can become any other. A new one is a module and a row of `FORMATS`."""
+"""The forms that a model can have. Each is a module that is a `Format`; all of them name the same tensors, so that any
+can be converted to any other. A new one is a module and a row of `FORMATS`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron_style.formats.source import ModelSource
 
 
 class Format(Protocol):
-    NAME: str  # what a user calls it
+    NAME: str  # for users
     FILES: frozenset[str]  # file names that mark a folder as one of this form, so that it may be replaced
     HOLDS: frozenset[Positions]  # kinds of attention that it can hold
 
     def recognises(self, path: Path) -> bool: ...
 
     def read(self, path: Path) -> ModelSource:
-        """Return complete tensors by name, each read when it is asked for."""
+        """Return unsharded tensors by name, each read when it is asked for."""
 
 
 class Writable(Format, Protocol):
     def write(self, path: Path, source: ModelSource) -> None:
-        """Write a folder or a file of that name, which is not there yet; one tensor in memory at a time."""
+        """Write a folder or file that does not exist yet, with one tensor in memory at a time."""
 
 
-FORMATS: tuple[Format, ...] = (huggingface, model_folder, run_checkpoint, universal, fairseq)  # particular first
+FORMATS: tuple[Format, ...] = (huggingface, model_folder, run_checkpoint, universal, fairseq)  # most specific first
 
 
 def open_model(path: Path) -> ModelSource:
@@ -40,7 +40,7 @@ def open_model(path: Path) -> ModelSource:
 
 
 def check_holds(form: Format, source: ModelSource) -> None:
-    """Refuse a model that the form has no words for, rather than write another one."""
+    """Refuse a model that the form cannot express, rather than write a different one."""
     kind = source.config.model.positions
     if kind not in form.HOLDS:
         raise UserError(f"{source.path}: model.positions is {kind}, which {form.NAME} cannot hold; export another form")

@@ -1,7 +1,7 @@
-"""A form of model: a folder for the transformers library, with weights, settings, tokenizer and the code that computes
-it. `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` needs nothing of this project.
+"""A form of model: a folder for the transformers library, with weights, settings, tokenizer and the model's code.
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` needs nothing from this project.
 
-Its `generate` does not stop at a line end, since a text here has many: `generation_config.json` names no end.
+`generate` does not stop at a line end, since a text has many: `generation_config.json` names no end token.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from megatron_style.formats.source import ModelSource
 
 NAME = "a folder for transformers"
 MODEL_TYPE = "shortformer"
-CODE_FILE, GENERATION_FILE = "modeling_shortformer.py", "generation_config.json"
+CODE_FILE = "modeling_shortformer.py"
+GENERATION_FILE = "generation_config.json"
 FILES = frozenset({CODE_FILE, GENERATION_FILE, "tokenizer_config.json"})
 HOLDS: frozenset[Positions] = frozenset({"added", "infused"})
-_BESIDE_MODEL = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # named as here
-_SCORED_AT_ONCE = 32  # tokens: each has a float64 for every token of the vocabulary
+_SHARED_KEYS = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # same name here
+_SCORED_AT_ONCE = 32  # tokens; each has a float64 for every token of the vocabulary
 
 
 def recognises(path: Path) -> bool:
@@ -52,17 +53,17 @@ def recognises(path: Path) -> bool:
 def read(folder: Path) -> ModelSource:
     path = folder / CONFIG_FILE
     settings = read_settings(folder)
-    for key in sorted(_BESIDE_MODEL | set(ModelConfig.model_fields) | {"eos_token_id"}):
+    for key in sorted(_SHARED_KEYS | set(ModelConfig.model_fields) | {"eos_token_id"}):
         if key not in settings:
-            raise UserError(f"{path}: lacks '{key}', so it is not a whole export of `convert export-hf`")
+            raise UserError(f"{path}: lacks '{key}', so it is not a complete export of `convert export-hf`")
     model = {key: settings[key] for key in ModelConfig.model_fields}
-    data = {key: settings[key] for key in _BESIDE_MODEL} | {"model": model, "eos": settings["eos_token_id"]}
+    data = {key: settings[key] for key in _SHARED_KEYS} | {"model": model, "eos": settings["eos_token_id"]}
     config = ModelFolderConfig.parse(data, source=str(path))
     return ModelSource(folder, config, open_weights(folder, config), partial(read_tokenizer, folder))
 
 
 def write(folder: Path, source: ModelSource) -> None:
-    """Weights only: the library has no place for an optimizer of ours."""
+    """Write the model without optimizer state, for which the library has no place."""
     folder.mkdir(exist_ok=True)
     write_weights(folder / WEIGHTS, source)
     tokens = {"bos_token_id": source.config.eos}  # a text begins as if a line had just ended
@@ -85,7 +86,7 @@ def _settings(config: ModelFolderConfig) -> dict[str, Any]:
         "dtype": "float32",
         "eos_token_id": config.eos,
         **data["model"],
-        **{key: data[key] for key in sorted(_BESIDE_MODEL)},
+        **{key: data[key] for key in sorted(_SHARED_KEYS)},
     }
 
 
@@ -94,7 +95,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def certify_export(source: ModelSource, output: ModelSource) -> Certificate:
-    """By the code that lies in the folder, where the library is installed."""
+    """Certify the folder with its own code, if the library is installed."""
     try:
         from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
     except ImportError:
@@ -105,14 +106,15 @@ def certify_export(source: ModelSource, output: ModelSource) -> Certificate:
 
 
 def _scorer(code: Any, output: ModelSource) -> Callable[[Tensor], Nll]:
-    """The fixed text is cut as on the other side."""
+    """Return a function that scores the fixed text with the exported code, in the same segments as ours."""
     segment = segment_of(output.config)
     cut = {"segment_length": segment, "cache_length": min(output.config.cache_length, segment)}
     model = code.from_pretrained(output.path, dtype=torch.float64, **cut)
 
     @torch.no_grad()
     def score(text: Tensor) -> Nll:
-        nll, past = [], None
+        nll = []
+        past = None
         for ids, wanted in zip(text[:-1].split(_SCORED_AT_ONCE), text[1:].split(_SCORED_AT_ONCE), strict=True):
             out = model(ids[None], past_key_values=past)
             past = out.past_key_values

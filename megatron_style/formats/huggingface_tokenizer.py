@@ -1,12 +1,13 @@
 """This project's tokenizers as fast tokenizers of the transformers library, and back.
 
-Here a line end is </s>, id 2. There that token is named by what it stands for, "\\n": so text keeps its lines in both
-directions, and a literal `</s>` in a text cannot forge a line end. It is text: characters to byte pairs, an unknown
-word to words. (Our own words take it for a line end, as fairseq does.) A literal `<pad>` is padding to byte pairs, as
-all named tokens are in that library; `<s>` and `<unk>` are not named, and stay text.
+In this project a line end is </s>, id 2. In the library the same token is named "\\n", so that text keeps its lines in
+both directions, and a literal `</s>` in a text cannot forge a line end. It is plain text: characters for a byte-pair
+tokenizer, an unknown word for a word tokenizer. (Our own word tokenizer reads it as a line end, as fairseq does.) A
+literal `<pad>` is padding for a byte-pair tokenizer, as all named tokens are in that library; `<s>` and `<unk>` are not
+named there, and remain text.
 
 The line end begins and ends a text, so it is also the library's bos and eos token, and the library leaves it out in
-`decode(skip_special_tokens=True)`. No token is put before or behind a text unasked.
+`decode(skip_special_tokens=True)`. No token is added before or after a text unless asked for.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from megatron_style.data.tokenizer import (
 
 SETTINGS_FILE = "tokenizer_config.json"
 LINE_END = "\n"
-# Where str.split cuts, but for line ends; \s of a regular expression there leaves some of these out.
+# The characters at which str.split splits, except line ends; \s of the library's regular expressions lacks some.
 _SPACES = r"[\t\u000b\u000c\r\u001c-\u001f \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """With the file that the tokenizer is read back from, which for byte pairs is the library's own."""
+    """Write the library's tokenizer, and the file from which ours is read back; for byte pairs the two are one."""
     tokenizer.save(folder)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -51,9 +52,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         "model_input_names": ["input_ids", "attention_mask"],
     }
     if tokenizer.kind == "words":
-        # Named tokens are words like others, so that `x<unk>` is one unknown word.
+        # Named tokens are words like any other, so that `x<unk>` is one unknown word.
         settings |= {"unk_token": SPECIALS[UNK], "split_special_tokens": True}
-        text = _whole_words(tokenizer).to_str()
+        text = _word_level(tokenizer).to_str()
     else:
         text = _their_byte_pairs((folder / BPE_FILE).read_text(encoding="utf-8"))
     (folder / BPE_FILE).write_text(text + "\n", encoding="utf-8", newline="\n")
@@ -76,10 +77,11 @@ def read_tokenizer(folder: Path) -> Tokenizer | None:
     return BpeTokenizer.load(path, convert=_our_byte_pairs)
 
 
-def _whole_words(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+def _word_level(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     vocabulary = {tokenizer.decode([index]): index for index in range(tokenizer.vocab_size)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=SPECIALS[UNK]))
-    lines, spaces = pre_tokenizers.Split(LINE_END, "isolated"), pre_tokenizers.Split(Regex(_SPACES), "removed")
+    lines = pre_tokenizers.Split(LINE_END, "isolated")
+    spaces = pre_tokenizers.Split(Regex(_SPACES), "removed")
     words.pre_tokenizer = pre_tokenizers.Sequence([lines, spaces])
     spaced = decoders.WordPiece(prefix=2 * LINE_END, cleanup=False)  # no word has that prefix, so all get a space
     joined = decoders.Replace(Regex(f" ?{LINE_END} ?"), LINE_END)
@@ -88,7 +90,7 @@ def _whole_words(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _their_byte_pairs(text: str) -> str:
-    """The line end becomes a token that is found in the text; of the others only padding is named."""
+    """Make the line end a token that is found in the text; among the others, only padding is named."""
     return _renamed(text, LINE_END, [(PAD, SPECIALS[PAD]), (EOS, LINE_END)])
 
 

@@ -1,5 +1,5 @@
-"""A form of model: a folder with `model.safetensors`, `config.json`, the tokenizer's file and, so that training can go
-on, `optimizer.safetensors`. Nothing in it is unpickled."""
+"""A form of model: a folder with `model.safetensors`, `config.json`, the tokenizer's file and, so that training can
+resume, `optimizer.safetensors`. Nothing in it is unpickled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +26,8 @@ from megatron_style.formats import certificate
 from megatron_style.formats.source import ModelSource, parameters_of
 
 CONFIG_FILE = "config.json"
-WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 _READABLE = ("F16", "BF16", "F32", "F64")
 NAME = f"a model folder (with {CONFIG_FILE})"
@@ -45,7 +47,7 @@ def read(folder: Path) -> ModelSource:
 
 
 def open_weights(folder: Path, config: ModelFolderConfig) -> Callable[[str], Tensor]:
-    """By name, each read when it is asked for; their names and shapes are checked at once."""
+    """Return the weights by name, each read when it is asked for; names and shapes are checked at once."""
     parameters = parameters_of(config)
     weights = open_tensors(folder / WEIGHTS)
     if weights.keys() != parameters.keys():
@@ -59,7 +61,7 @@ def open_weights(folder: Path, config: ModelFolderConfig) -> Callable[[str], Ten
 
 
 def write(folder: Path, source: ModelSource) -> None:
-    """Tensors are asked for by name, one after the other."""
+    """Write the model, with one tensor in memory at a time."""
     folder.mkdir(exist_ok=True)
     write_weights(folder / WEIGHTS, source)
     if source.state is not None:
@@ -69,15 +71,15 @@ def write(folder: Path, source: ModelSource) -> None:
         tokenizer.save(folder)
 
 
-def write_whole(folder: Path, source: ModelSource) -> None:
-    """The folder appears whole or not at all."""
+def write_atomically(folder: Path, source: ModelSource) -> None:
+    """Write the folder so that it appears complete or not at all."""
     check_place(folder)
     with atomic_folder(folder) as aside:
         write(aside, source)
 
 
 def check_place(output: Path, known: frozenset[str] = FILES) -> None:
-    """Refuse a place that holds more than an old model: files of somebody else must not go with it."""
+    """Refuse a place that holds more than an old model: other files must not be removed with it."""
     if not output.exists():
         return
     names = {path.name for path in output.iterdir()} if output.is_dir() else {""}
@@ -86,22 +88,21 @@ def check_place(output: Path, known: frozenset[str] = FILES) -> None:
 
 
 def write_weights(path: Path, source: ModelSource, rename: Callable[[str], str] = str) -> None:
-    """In float32."""
+    """Write all weights in float32."""
     wanted = [Entry(rename(name), layout.shape, "F32") for name, layout in parameters_of(source.config).items()]
     write_tensors(path, wanted, (source.weight(name).float() for name in parameters_of(source.config)))
 
 
 def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], dict[str, Tensor]]) -> None:
-    wanted = [
-        Entry(f"{name}/{key}", tuple(tensor.shape), _DTYPES[tensor.dtype])
-        for name in parameters_of(config)
-        for key, tensor in state(name).items()
-    ]
-    write_tensors(path, wanted, (tensor for name in parameters_of(config) for tensor in state(name).values()))
+    wanted = []
+    for name in parameters_of(config):
+        for key, tensor in state(name).items():
+            wanted.append(Entry(f"{name}/{key}", tuple(tensor.shape), _DTYPES[tensor.dtype]))
+    write_tensors(path, wanted, chain.from_iterable(state(name).values() for name in parameters_of(config)))
 
 
 def _read_state(folder: Path, config: ModelFolderConfig) -> Callable[[str], dict[str, Tensor]]:
-    """Return the state of a parameter by name, each read when it is asked for; their shapes are checked at once."""
+    """Return the optimizer state by parameter name, each read when it is asked for; shapes are checked at once."""
     parameters = parameters_of(config)
     held: dict[str, dict[str, Stored]] = {name: {} for name in parameters}
     for full, tensor in open_tensors(folder / OPTIMIZER).items():
@@ -124,11 +125,12 @@ class Entry:
 
 
 def write_tensors(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
-    """safetensors. The library wants all tensors in memory at once; this holds one at a time."""
-    header, offset = {}, 0
+    """Write a safetensors file with one tensor in memory at a time; the library needs all of them at once."""
+    header = {}
+    offset = 0
     for entry in entries:
-        place = [offset, offset + entry.size]
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": place}
+        offsets = [offset, offset + entry.size]
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         offset += entry.size
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
@@ -154,9 +156,9 @@ def open_tensors(path: Path) -> dict[str, Stored]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except SafetensorError as error:
-        raise UserError(f"{path}: not a whole safetensors file: {error}") from None
+        raise UserError(f"{path}: not a complete safetensors file: {error}") from None
     stored = {}
-    for name in file.keys():  # noqa: SIM118 - it is no mapping
+    for name in file.keys():  # noqa: SIM118 - it is not a mapping
         held = file.get_slice(name)
         if held.get_dtype() not in _READABLE:
             raise UserError(f"{path}: '{name}' is of type {held.get_dtype()}; use one of {', '.join(_READABLE)}")

@@ -1,11 +1,11 @@
-"""Shortformer (Press, Smith & Lewis, ACL 2021) for the transformers library: this file needs that and torch, no more.
+"""Shortformer (Press, Smith & Lewis, ACL 2021) for the transformers library: this file needs only that and torch.
 
 A text is read in segments of `segment_length` tokens; each attends to itself and to the last `cache_length` tokens
-before it. With `positions: infused`, places enter queries and keys only, so a key is W(x + p) + b = W x + (W p + b): a
-token's own part, and the part of its place. Own parts and values are kept. A new token then costs one row through the
-model, and when a segment ends, those of its tokens that stay get their new places by an addition.
+before it. With `positions: infused`, positions enter queries and keys only, so a key is W(x + p) + b = W x + (W p + b):
+a token's own part, and the part of its position, or *place*. Own parts and values are cached. A new token then costs
+one row through the model, and when a segment ends, those of its tokens that stay get their new places by an addition.
 
-Shape letters: B rows, R = B, or 1 where all rows are alike, T new tokens, S kept and new ones, P places, D hidden.
+Shape letters: B rows, R = B, or 1 if all rows are alike, T new tokens, S cached and new ones, P places, D hidden.
 """
 
 from __future__ import annotations
@@ -48,17 +48,22 @@ class ShortformerConfig(PretrainedConfig):
     ) -> None:
         if positions not in ("added", "infused"):
             raise ValueError(f"positions is {positions!r}; this code computes added and infused positions only")
-        self.vocab_size, self.layers, self.hidden_size, self.heads = vocab_size, layers, hidden_size, heads
-        self.ffn_size, self.positions = ffn_size, positions
+        self.vocab_size = vocab_size
+        self.layers = layers
+        self.hidden_size = hidden_size
+        self.heads = heads
+        self.ffn_size = ffn_size
+        self.positions = positions
         self.vocabulary = vocabulary or {"kind": "tied"}
         self.dropout = {"hidden": 0.0, "attention": 0.0, "activation": 0.0, "softmax": 0.0} | (dropout or {})
-        self.segment_length, self.cache_length = segment_length, cache_length
+        self.segment_length = segment_length
+        self.cache_length = cache_length
         super().__init__(**others)
 
 
 @dataclass
 class KeptLayer:
-    """What one layer keeps of a text."""
+    """The cache of one layer."""
 
     key_parts_PD: Tensor  # what each place adds to a key
     own_keys_BSD: Tensor
@@ -71,30 +76,34 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class View:
-    """How the new tokens of a step stand to those that are kept."""
+    """The places of a step's new tokens among the cached ones, and what they see."""
 
-    places_RS: Tensor  # of kept and new tokens, counted from the first that is seen
-    in_segment_RT: Tensor  # places of the new ones, counted from the first of the segment
+    places_RS: Tensor  # of cached and new tokens, counted from the first that is seen
+    in_segment_RT: Tensor  # places of the new tokens, counted from the first of the segment
     mask: Tensor | None  # [R, 1, T, S]: what each new token sees; None: everything
 
 
 class ShortformerCache(Cache):
     """`past_key_values` of this model. All rows end in the last column, as texts that are padded on the left do, and
-    each walks at its own pace: `filled` says how many of the last columns a row still sees, `used` how many of these
-    are of the segment it is in. When a segment is over, a row only has to forget; nothing is moved."""
+    each has segments of its own: `filled` is the number of last columns that a row still sees, `used` the number of
+    these that belong to its current segment. At the end of a segment a row only forgets columns; nothing is moved."""
 
     is_croppable = False
 
     def __init__(self, config: ShortformerConfig, kept: Sequence[KeptLayer], positions_PD: Tensor, rows: int) -> None:
         super().__init__(layers=[])
-        self.segment_length, self.cache_length = config.segment_length, config.cache_length
-        self.kept, self.positions_PD = kept, positions_PD
-        self.filled, self.used = [0] * rows, [0] * rows
-        self.columns = 0  # that the tensors have
-        self.fed = 0  # all columns ever, padding included
+        self.segment_length = config.segment_length
+        self.cache_length = config.cache_length
+        self.kept = kept
+        self.positions_PD = positions_PD
+        self.filled = [0] * rows
+        self.used = [0] * rows
+        self.columns = 0  # of the cached tensors
+        self.fed = 0  # all columns so far, padding included
 
     def walk(self, padding: Sequence[int], new: int, device: torch.device) -> Iterator[tuple[slice, View]]:
-        """Steps inside of which no row's segment ends. `padding`: how many of the new columns precede a row's text."""
+        """Yield steps inside of which no row's segment ends. `padding` is the number of new columns before each row's
+        text."""
         first = 0
         while first < new:
             self._turn_over()
@@ -110,7 +119,7 @@ class ShortformerCache(Cache):
             first += length
 
     def _turn_over(self) -> None:
-        """Rows whose segment is full keep its last tokens for the next."""
+        """Begin a new segment for rows whose segment is full; its last tokens stay cached."""
         for row, used in enumerate(self.used):
             if used == self.segment_length:
                 self.filled[row] = min(self.filled[row], self.cache_length)
@@ -126,9 +135,10 @@ class ShortformerCache(Cache):
         counts = [(self.filled[0], self.used[0])] if alike else list(zip(self.filled, self.used, strict=True))
         filled, used = torch.tensor(counts, device=device)[:, :, None].unbind(1)
         columns = torch.arange(self.columns, device=device)
-        places, new = columns - (self.columns - filled), columns[-length:, None]
+        places = columns - (self.columns - filled)
+        new = columns[-length:, None]
         in_segment = torch.arange(length, device=device) - (length - used)
-        # Padding sees itself alone: a row of the softmax with nothing in it would be NaN, and spread.
+        # Padding sees itself: a softmax over nothing would be NaN, and spread.
         mask = (columns <= new) & (places >= 0)[:, None] | (columns == new)
         everything = alike and length == 1 and self.columns == self.filled[0]
         return View(places.clamp(min=0), in_segment.clamp(min=0), None if everything else mask[:, None])
@@ -141,7 +151,8 @@ class ShortformerCache(Cache):
             layer.own_keys_BSD = layer.own_keys_BSD[indices]
             layer.values_BSD = layer.values_BSD[indices]
         rows = indices.tolist()
-        self.filled, self.used = [self.filled[row] for row in rows], [self.used[row] for row in rows]
+        self.filled = [self.filled[row] for row in rows]
+        self.used = [self.used[row] for row in rows]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(len(self.filled)).repeat_interleave(repeats))
@@ -151,8 +162,8 @@ class ShortformerCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:  # noqa: ARG002
         raise ValueError(
-            "tokens cannot be taken back, since what a segment has forgotten is gone: generation that drafts tokens "
-            "and rejects some (with an assistant, or by prompt lookup) is not possible with this model"
+            "tokens cannot be removed from the cache, since those before them may be gone already; use generation that "
+            "does not draft tokens and reject some (no assistant model, no prompt lookup)"
         )
 
 
@@ -160,8 +171,12 @@ class Attention(nn.Module):
     def __init__(self, config: ShortformerConfig) -> None:
         super().__init__()
         D = config.hidden_size
-        self.head_size, self.dropout = D // config.heads, config.dropout["attention"]
-        self.query, self.key, self.value, self.out = (nn.Linear(D, D) for _ in range(4))
+        self.head_size = D // config.heads
+        self.dropout = config.dropout["attention"]
+        self.query = nn.Linear(D, D)
+        self.key = nn.Linear(D, D)
+        self.value = nn.Linear(D, D)
+        self.out = nn.Linear(D, D)
 
     def forward(self, x_BTD: Tensor, kept: KeptLayer, view: View, place_parts_RTD: Tensor) -> Tensor:
         kept.append(F.linear(x_BTD, self.key.weight), self.value(x_BTD))
@@ -184,9 +199,11 @@ class Block(nn.Module):
         super().__init__()
         D = config.hidden_size
         self.rates = config.dropout
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attention_norm = nn.LayerNorm(D)
+        self.ffn_norm = nn.LayerNorm(D)
         self.attention = Attention(config)
-        self.up, self.down = nn.Linear(D, config.ffn_size), nn.Linear(config.ffn_size, D)
+        self.up = nn.Linear(D, config.ffn_size)
+        self.down = nn.Linear(config.ffn_size, D)
 
     def forward(self, x: Tensor, kept: KeptLayer, view: View, place_parts: Tensor) -> Tensor:
         mixed = self.attention(self.attention_norm(x), kept, view, place_parts)
@@ -205,13 +222,15 @@ class Band(nn.Module):
 
 
 class AdaptiveVocabulary(nn.Module):
-    """Baevski & Auli's adaptive input and softmax, tied. Its logits are log-probabilities: a tail token's is that of
-    its band (a cluster logit beside the first band's) plus its own inside the band."""
+    """Baevski & Auli's adaptive input and softmax, tied. Its logits are log-probabilities: that of a tail token is that
+    of its band (a cluster logit next to the first band's logits) plus its own inside the band."""
 
     def __init__(self, config: ShortformerConfig) -> None:
         super().__init__()
-        D, factor = config.hidden_size, config.vocabulary["factor"]
-        self.dropout, self.cutoffs = config.dropout["softmax"], list(config.vocabulary["cutoffs"])
+        D = config.hidden_size
+        factor = config.vocabulary["factor"]
+        self.dropout = config.dropout["softmax"]
+        self.cutoffs = list(config.vocabulary["cutoffs"])
         edges = pairwise([0, *self.cutoffs, config.vocab_size])
         bands = nn.ModuleList(Band(last - first, D // factor**i, D) for i, (first, last) in enumerate(edges))
         self.bands = cast("Sequence[Band]", bands)
@@ -258,12 +277,12 @@ class PlainVocabulary(nn.Module):
 
 class ShortformerForCausalLM(PreTrainedModel, GenerationMixin):
     """Pre-norm blocks without a final norm. A text begins as if a line had just ended: put the line end
-    (`bos_token_id`) in front of it. Gradients are exact, so they flow through the cache; those of the paper's training
+    (`bos_token_id`) in front of it. Gradients are exact, so they flow through the cache; in the paper's training they
     stop there."""
 
     config_class = ShortformerConfig
     base_model_prefix = ""
-    accepts_loss_kwargs = False  # or the library's trainer would expect a sum
+    accepts_loss_kwargs = False  # otherwise the library's trainer would expect a sum
 
     def __init__(self, config: ShortformerConfig) -> None:
         super().__init__(config)
@@ -283,8 +302,8 @@ class ShortformerForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """`attention_mask` says where padding is: before a text, or behind it. `others` is what the library passes to
-        any model, such as positions, which are this model's own business."""
+        """Compute logits and, with `labels`, the loss. `attention_mask` marks padding before or after a text. `others`
+        is what the library passes to any model, such as positions, which this model computes itself."""
         refuse(others)
         cache = self._own_cache(past_key_values, rows=len(input_ids))
         padding = padding_before(attention_mask, input_ids, continued=cache.fed > 0)
@@ -310,12 +329,13 @@ class ShortformerForCausalLM(PreTrainedModel, GenerationMixin):
         return x
 
     def _own_cache(self, past: Cache | None, rows: int) -> ShortformerCache:
-        """The library brings an empty cache of its own kind, which knows nothing of segments."""
+        """Return the cache, or an empty one in place of the library's own, which has no segments."""
         if isinstance(past, ShortformerCache):
             return past
         if past is not None and past.get_seq_length():
-            raise ValueError(f"past_key_values is a {type(past).__name__}; it must be one that this model gave out")
-        config, like = self.config, next(self.parameters())
+            raise ValueError(f"past_key_values is a {type(past).__name__}; it must be one that this model returned")
+        config = self.config
+        like = next(self.parameters())
         positions_PD = sinusoids(config.segment_length + config.cache_length, config.hidden_size).to(like)
         in_keys_PD = torch.zeros_like(positions_PD) if config.positions == "added" else positions_PD
         nothing = like.new_zeros(rows, 0, config.hidden_size)
@@ -324,19 +344,21 @@ class ShortformerForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def padding_before(mask_BS: Tensor | None, ids_BT: Tensor, *, continued: bool) -> list[int]:
-    """How many of the new columns precede each row's text. Padding behind a text does no harm if nothing follows it."""
+    """Return the number of new columns before each row's text. Padding after a text is harmless if nothing follows."""
     if mask_BS is None:
         return [0] * len(ids_BT)
     if mask_BS.dim() != 2:
         raise ValueError(
-            f"attention_mask is {list(mask_BS.shape)}; it must be [rows, tokens]. (For its static caches the library "
-            "makes another; they are not possible with this model)"
+            f"attention_mask has shape {list(mask_BS.shape)}; it must be [rows, tokens]. (The library makes others for "
+            "its static caches, which this model does not support)"
         )
     is_text = mask_BS.bool()
     begun = is_text.cumsum(1) > 0
     ended = begun & ~is_text
     if (ended[:, :-1] & is_text[:, 1:]).any() or (continued and ended.any()):
-        raise ValueError("attention_mask has padding inside a text; pad on the left (tokenizer.padding_side) to go on")
+        raise ValueError(
+            "attention_mask has padding inside a text; pad on the left (tokenizer.padding_side) to continue a text"
+        )
     count: list[int] = (~begun[:, -ids_BT.shape[1] :]).sum(1).tolist()
     return count
 
@@ -344,7 +366,7 @@ def padding_before(mask_BS: Tensor | None, ids_BT: Tensor, *, continued: bool) -
 def refuse(others: dict[str, Any]) -> None:
     for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
         if others.get(name) is not None and others[name] is not False:
-            raise ValueError(f"{name}: this model takes token ids and gives logits only")
+            raise ValueError(f"{name}: this model takes token ids and returns logits only")
 
 
 def full_precision(logits: Tensor) -> Tensor:
@@ -352,7 +374,8 @@ def full_precision(logits: Tensor) -> Tensor:
 
 
 def sinusoids(positions: int, size: int) -> Tensor:
-    """[positions, size], sines in the first half of the features. The first position is 2, as in the paper's code."""
+    """Return [positions, size], with sines in the first half of the features. The first position is 2, as in the
+    paper's code."""
     half = size // 2
     rates = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
     angles = torch.arange(2, 2 + positions, dtype=torch.float32)[:, None] * rates

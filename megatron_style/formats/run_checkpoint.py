@@ -22,7 +22,7 @@ _MOVABLE = {"nag": "nag", "adamw": "adamw", "adam": "adamw"}
 
 
 def recognises(path: Path) -> bool:
-    """A run's folder, its `checkpoints` folder, or one `global_stepN`."""
+    """True for a run's folder, its `checkpoints` folder, or one `global_stepN`."""
     return find_checkpoint(path) is not None
 
 

@@ -1,4 +1,4 @@
-"""A model in whatever form, as this project sees it: a config, and whole tensors by name, read when asked for."""
+"""A model in any form, as this project sees it: a config, and unsharded tensors by name, read when asked for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megatron_style.parallel.topology import Axis
 class ModelSource:
     path: Path
     config: ModelFolderConfig
-    weight: Callable[[str], Tensor]  # by name, whole
+    weight: Callable[[str], Tensor]  # by name, unsharded
     tokenizer: Callable[[], Tokenizer | None]
     state: Callable[[str], dict[str, Tensor]] | None = None  # the optimizer's, by name; with `config.training`
 
     @torch.no_grad()
     def load(self, dtype: torch.dtype = torch.float32, axis: Axis | None = None) -> Shortformer:
-        """The model, or this rank's shard of it."""
+        """Return the model, or this rank's shard of it."""
         axis = axis or Axis()
         model = Shortformer(self.config.model, self.config.vocab_size, axis).to(dtype)
         for name, param in model.named_parameters():
@@ -40,7 +40,7 @@ class ModelSource:
         return replace(self, config=self.config.model_copy(update={"training": None}), state=None)
 
     def digest(self) -> str:
-        """Of all weights in float32: the same for every form of one model."""
+        """Return a digest of all weights in float32, which is the same for every form of a model."""
         total = xxhash.xxh3_128()
         for name in parameters_of(self.config):
             total.update(name.encode())

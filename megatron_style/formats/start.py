@@ -1,4 +1,4 @@
-"""A run without checkpoints of its own begins at step 0, or with the model that its `start` names."""
+"""The start of a run that has no checkpoints of its own: step 0, or the model that its `start` names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_style.schedule.stages import StageSchedule
 
 
 def open_start(run: RunConfig, topology: Topology) -> Origin:
-    """Return the beginning of a run. A model with the state of this run's optimizer is trained further from its own
-    step; of any other the weights are taken, at step 0."""
+    """Return the origin of a run. A model with the state of this run's optimizer resumes at its own step; any other
+    gives its weights only, at step 0."""
     if run.start is None:
         return Origin((), lambda *_: Progress())
     source = open_model(run.start)
@@ -27,7 +27,7 @@ def open_start(run: RunConfig, topology: Topology) -> Origin:
     resumes = training is not None and training.optimizer == run.optimizer.kind
     start = _Start(run, source, is_first=topology.is_first, resumes=resumes)
     tokens = run.data.tokens_per_batch * topology.data.size
-    # It has no caches, so it opens its lanes at its first step.
+    # A model has no caches, so the run opens its lanes at its first step.
     return Origin(((0, tokens), (start.step, tokens)) if start.step else (), start.load)
 
 
@@ -46,7 +46,7 @@ class _Start:
         where = f"start: {self.run.start}"
         check_same_model(self.source.config.model.as_data(), self.source.config.vocab_size, engine, self.source.path)
         if self.step >= schedule.total_steps:
-            raise UserError(f"{where} has done {self.step} steps, and this run's stages end at {schedule.total_steps}")
+            raise UserError(f"{where} has done {self.step} steps, but this run's stages end at {schedule.total_steps}")
         engine.load_logical(self._read)
         if self.is_first:
             log(f"{where}: {'weights and optimizer' if self.resumes else 'weights only'}, at step {self.step}")

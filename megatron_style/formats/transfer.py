@@ -1,8 +1,8 @@
-"""From one form to another, with proof: what was written is read back and compared before it gets its name.
+"""Convert a model from one form to another, with proof: the output is read back and compared before it gets its name.
 
-However large the model and its grid: beside one parameter with its optimizer state and, in float64, the larger of a
-block and the vocabulary, which the certificate computes with, no more than `EXTRA_MEMORY` is held, if the process has
-called `return_freed_memory`."""
+Memory does not depend on the size of the model or its grid. It holds one parameter with its optimizer state, for the
+certificate the larger of a block and the vocabulary in float64, and at most `EXTRA_MEMORY` in addition, if the process
+has called `return_freed_memory`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def transfer(
     *,
     overwrite: bool = False,
 ) -> Certificate:
-    """Write the model in another form, with a certificate in the output's folder or beside its file. A model that was
-    made from something else is replaced only with `overwrite`."""
+    """Write the model in another form, with a certificate in the output's folder or next to its file. A model that was
+    made from another source is replaced only with `overwrite`."""
     check_holds(form, source)
     check_place(output, _OURS)
     if not overwrite:
@@ -62,7 +62,7 @@ def _check_same_source(output: Path, source: ModelSource) -> None:
 
 
 def deliver(written: Path, certificate: Certificate, output: Path) -> None:
-    """Give it the name it was meant for, or, if it is not what it should be, one that says so."""
+    """Give the output its name or, if the certificate failed, one that says so."""
     target = output if certificate.passed else output.with_name(f"{output.name}.failed")
     text = json.dumps(certificate.as_data(), indent=2) + "\n"
     if written.is_dir():
@@ -79,6 +79,6 @@ def deliver(written: Path, certificate: Certificate, output: Path) -> None:
 
 
 def return_freed_memory() -> None:
-    """glibc learns to keep freed tensors of up to 32 MB, a block's or so, for the next ones, and is told not to."""
-    with suppress(AttributeError):  # other C libraries have no such thing
+    """Stop glibc from learning to keep freed tensors of up to 32 MB, about a block, for later ones."""
+    with suppress(AttributeError):  # other C libraries have no mallopt
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)

@@ -2,17 +2,17 @@
 by `engine.load_checkpoint(folder)`, whatever its number of ranks.
 
     latest_universal             the name of the folder with DeepSpeed's files
-    global_stepN/zero/NAME/      a parameter, whole: fp32.pt, and one file for each tensor of its optimizer state
+    global_stepN/zero/NAME/      a parameter, unsharded: fp32.pt, and one file for each tensor of its optimizer state
     global_stepN/zero/optimizer_state.pt, global_stepN/*_model_states.pt     what the loaders of all stages ask for
-    universal.json               for us: the model's config, and size and digest of every file
+    universal.json               for us: the model's config, and the size and digest of every file
     dict.txt or tokenizer.json
 
 AdamW's state has DeepSpeed's own names. NAG's momentum stays `momentum_buffer`: ZeRO 1 and 2 load each file as the
 state it is named after, so our optimizer finds it there. ZeRO 3 asks for Adam's two by name and fails. Under the name
-`exp_avg` it would load, but our optimizer would not look there, and an Adam would take it for a running mean, which it
-is not. `load_module_only=True` loads the weights alone.
+`exp_avg` it would load, but our optimizer would not look there, and Adam would take it for a running mean, which it is
+not. `load_module_only=True` loads the weights only.
 
-Nothing is unpickled that could run code, and settings of the optimizer are not stored: they are the engine's own."""
+Nothing is unpickled that could run code. The optimizer's settings are not stored: the engine has its own."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.parallel.split import Shape
 
-LATEST, INDEX = "latest_universal", "universal.json"
+LATEST = "latest_universal"
+INDEX = "universal.json"
 NAME = f"a universal checkpoint of DeepSpeed (with {LATEST})"
 FILES = frozenset[str]()
 HOLDS: frozenset[Positions] = frozenset(get_args(Positions))
 VERSION = 0.4  # of the layout, as DeepSpeed counts
 _WEIGHT = "fp32"
-_GROUPS = 100  # all empty; the loader pairs them with the engine's own, and forgets those beyond the shorter list's end
+_GROUPS = 100  # all empty; the loader zips them with the engine's own, so that surplus ones are ignored
 
 
 def recognises(path: Path) -> bool:
@@ -47,7 +48,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(folder: Path) -> ModelSource:
-    """Checked byte by byte: a damaged checkpoint is never read in part."""
+    """Open the checkpoint after a check of every byte: a damaged one is never read in part."""
     try:
         index = _read_index(folder)
         for file, (size, digest) in index["files"].items():
@@ -55,7 +56,8 @@ def read(folder: Path) -> ModelSource:
     except Damaged as damage:
         raise UserError(f"{folder}: is not a complete checkpoint of `convert export-universal`: {damage}") from None
     config = ModelFolderConfig.parse(index["config"], source=str(folder / INDEX))
-    parameters, held = parameters_of(config), _tensors(index["files"])
+    parameters = parameters_of(config)
+    held = _tensors(index["files"])
     if any(_WEIGHT not in held.get(name, ()) for name in parameters):
         raise UserError(f"{folder}: does not hold all weights of the model in its {INDEX}")
 
@@ -73,7 +75,7 @@ def read(folder: Path) -> ModelSource:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
-    """Return the config and, by its path in the folder, size and digest of every file."""
+    """Return the config, and the size and digest of every file by its path in the folder."""
     index = read_sealed(folder / INDEX)
     try:
         listed = index["files"].items()
@@ -90,8 +92,9 @@ def _path_inside(file: str) -> str:
 
 
 def write(folder: Path, source: ModelSource) -> None:
-    """`latest_universal` lies in the folder, not beside it, so that all of it appears at once."""
-    inner, step = folder / checkpoint_name(source.config.step), None
+    """Write the checkpoint. `latest_universal` is in the folder, not next to it, so that everything appears at once."""
+    inner = folder / checkpoint_name(source.config.step)
+    step = None
     for name, layout in parameters_of(source.config).items():
         step = _write_parameter(inner / "zero" / name, source, name, _cut(name, layout))
     torch.save(_optimizer(step), inner / "zero" / "optimizer_state.pt")
@@ -106,7 +109,7 @@ def write(folder: Path, source: ModelSource) -> None:
 
 
 def _write_parameter(place: Path, source: ModelSource, name: str, cut: dict[str, Any]) -> Tensor | None:
-    """Gives Adam's step, if there is one: it is the same for all."""
+    """Write a parameter and return Adam's step, if there is one: it is the same for all parameters."""
     place.mkdir(parents=True)
     _save(place / f"{_WEIGHT}.pt", source.weight(name).float(), cut)
     state = source.state(name) if source.state else {}
@@ -116,7 +119,7 @@ def _write_parameter(place: Path, source: ModelSource, name: str, cut: dict[str,
 
 
 def _tensors(files: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Parameter -> `fp32` or the name of a state -> file."""
+    """Return the files by parameter, and then by `fp32` or the name of a state."""
     held: dict[str, dict[str, str]] = {}
     for file in files:
         match PurePosixPath(file).parts:
@@ -126,23 +129,23 @@ def _tensors(files: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _cut(name: str, layout: Shape) -> dict[str, Any]:
-    """What a tensor-parallel engine needs to take its shard. Only of vocabularies are shards padded to equal size."""
+    """Return what a tensor-parallel engine needs to take its shard. Only shards of vocabularies may be padded."""
     if layout.shard_dim is None:
         return {}
     return {"cat_dim": layout.shard_dim, "vocab_tensor": name.startswith("vocabulary.")}
 
 
 def _save(path: Path, tensor: Tensor, cut: dict[str, Any]) -> None:
-    """A number, such as Adam's step, is stored bare."""
+    """Save a tensor; a single number, such as Adam's step, without `cut`."""
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        tensor = tensor.clone()  # of a view, torch would save all that lies behind it
+        tensor = tensor.clone()  # of a view, torch would save the entire storage
     torch.save({**cut, "param": tensor} if tensor.dim() else tensor, path)
 
 
 def _load(path: Path, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
     try:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # bytes of another kind make the unpickler raise whatever it stumbles over
+    except Exception:  # on foreign bytes the unpickler may raise anything
         raise UserError(f"{path}: more than a tensor or not one, so it was not loaded") from None
     tensor = held.get("param") if isinstance(held, dict) else held
     if not is_plain(tensor) or tensor.shape not in shapes:
@@ -151,7 +154,7 @@ def _load(path: Path, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
 
 
 def _optimizer(step: Tensor | None) -> dict[str, Any]:
-    """ZeRO 3 reads the step here, ZeRO 1 and 2 beside each parameter."""
+    """Return the optimizer's state, where ZeRO 3 reads the step; ZeRO 1 and 2 read it with each parameter."""
     groups: list[dict[str, Any]] = [{} for _ in range(_GROUPS)]
     state = {} if step is None else {0: {"step": step}}
     return {

@@ -21,15 +21,16 @@ from megatron_style.parallel.topology import Axis
 
 
 class Attention(nn.Module):
-    """Attention with positions that were added to the token vectors: it does not see them itself."""
+    """Attention for positions that are added to the token vectors: the layer itself does not see them."""
 
-    can_decode: ClassVar[bool] = False  # what was added to a token cannot be taken back when its place changes
+    can_decode: ClassVar[bool] = False  # an added position cannot be removed from a cached token when the token moves
 
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
         D = config.hidden_size
         self.head_size = D // config.heads
-        self.axis, self.dropout = axis, config.dropout.attention
+        self.axis = axis
+        self.dropout = config.dropout.attention
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": uniform(D**-0.5)}
         self.query = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
         self.key = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
@@ -38,7 +39,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int) -> tuple[Tensor, Tensor | None]:
-        """Return what the first block reads, and the positions that every block is given."""
+        """Return the input of the first block, and the positions that are passed to every block."""
         del remembered
         return x_BTD + positions(x_BTD.shape[1]).to(x_BTD.dtype), None
 
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         x_BTD = copy_to_shards(x_BTD, self.axis)
         placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos_SD)
         queries = self._heads(self.query(placed_BTD))
-        # The memory goes apart from the segment: no gradient has to find its way back to it.
+        # The memory is projected apart from the segment: no gradient has to flow back to it.
         keys, cached_keys = map(self._heads, self.key(placed_BTD, placed_BCD))
         values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
         dropout = self.dropout if noise is not None else 0.0
@@ -55,7 +56,7 @@ class Attention(nn.Module):
         return out
 
     def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the segment and the memory as queries and keys are made of them."""
+        """Return the segment and the memory with the positions that queries and keys see."""
         assert pos_SD is None, "positions have been added already"
         return x_BTD, cached_BCD
 
@@ -64,8 +65,8 @@ class Attention(nn.Module):
 
 
 class InfusedAttention(Attention):
-    """Position-infused attention: positions enter queries and keys in every block, never values, or what is remembered
-    could not be attended to at other places."""
+    """Position-infused attention: every block adds positions to queries and keys, never to values, so that remembered
+    tokens can be attended to at other positions."""
 
     can_decode = True
 

@@ -17,8 +17,10 @@ from megatron_style.parallel.topology import Axis
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
-        D, ffn = config.hidden_size, config.ffn_size
-        self.axis, self.rates = axis, config.dropout
+        D = config.hidden_size
+        ffn = config.ffn_size
+        self.axis = axis
+        self.rates = config.dropout
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
         self.attention = ATTENTIONS[config.positions](config, axis)
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
@@ -26,7 +28,7 @@ class Block(nn.Module):
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
     def forward(self, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Return the block's output, and its attention input: what the next segment's memory is made of."""
+        """Return the block's output, and its attention input, which becomes the next segment's memory."""
         seen = self.attention_norm(x)
         mixed = self.attention(seen, cached, pos, noise)
         x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))

@@ -1,6 +1,6 @@
-"""Attention to a cache and to the segment behind it, without a mask: in parts, merged by their log-sum-exps.
+"""Attention to a cache and the segment after it, without a mask: in parts, merged by their log-sum-exps.
 
-All of the cache is visible, so that part needs no mask; of the segment's own part, which is causal, much is skipped.
+All of the cache is visible, so that part needs no mask; much of the segment's own part, which is causal, is skipped.
 Shape letters: B rows, H local heads, T segment tokens, C cached tokens, E head size.
 """
 
@@ -19,9 +19,11 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], *, dropout: float) -> Tensor:
-    """`cached` and `inside` are keys and values. The kernels of a GPU know this mask by its name; torch's CPU kernel
-    does not, and cannot drop anything."""
-    T, C, on_cpu = q_BHTE.shape[2], cached[0].shape[2], q_BHTE.device.type == "cpu"
+    """Attend to keys and values of the cache and of the segment (`inside`). On GPUs, SDPA has a fused kernel for this
+    mask; the CPU kernel supports neither the mask nor dropout."""
+    T = q_BHTE.shape[2]
+    C = cached[0].shape[2]
+    on_cpu = q_BHTE.device.type == "cpu"
     if C == 0:
         return F.scaled_dot_product_attention(q_BHTE, *inside, is_causal=True, dropout_p=dropout)
     if on_cpu and dropout == 0:
@@ -32,13 +34,13 @@ def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, 
 
 
 def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
-    """All earlier tokens are visible; of the last T each sees itself and those before it."""
+    """Return the mask [T, S] of the last T of S tokens: each sees itself and all tokens before it."""
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
 
 
 class _Parts(torch.autograd.Function):
-    """The weights of one softmax over all parts are exp(score - lse) with the lse of all, so each part's backward
-    kernel, given the merged output and lse, finds its own share of the gradients."""
+    """Attention in parts. The weights of one softmax over all parts are exp(score - lse) with the merged lse, so each
+    part's backward kernel, given the merged output and lse, computes its own share of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, cached_k: Tensor, cached_v: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,15 +55,23 @@ class _Parts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, cached_k, cached_v, k, v, out, lse = ctx.saved_tensors
         grad_q, *grad_cached = _backward(grad, q, cached_k, cached_v, out, lse, 0.0, False)
-        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        grad_k = torch.empty_like(k)
+        grad_v = torch.empty_like(v)
         for rows, keys, causal in _stretches(q.shape[2]):
             part_q, part_k, part_v = _backward(
-                *(x[:, :, rows] for x in (grad, q)), k[:, :, keys], v[:, :, keys],
-                *(x[:, :, rows] for x in (out, lse)), 0.0, causal,
-            )  # fmt: skip
+                grad[:, :, rows],
+                q[:, :, rows],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                causal,
+            )
             grad_q[:, :, rows] += part_q
-            if causal:  # nobody else has seen these keys yet
-                grad_k[:, :, keys], grad_v[:, :, keys] = part_k, part_v
+            if causal:  # the first part to see these keys
+                grad_k[:, :, keys] = part_k
+                grad_v[:, :, keys] = part_v
             else:
                 grad_k[:, :, keys] += part_k
                 grad_v[:, :, keys] += part_v
@@ -69,8 +79,8 @@ class _Parts(torch.autograd.Function):
 
 
 def _stretches(T: int) -> Iterator[tuple[slice, slice, bool]]:
-    """The segment's own part as queries, keys, and whether causally: a stretch with itself, then with all before it.
-    The kernel skips only what is hidden from 512 keys at once; in quarters 3 parts of 8 are skipped."""
+    """Yield the segment's own part as (queries, keys, is causal): each stretch with itself, then with all before it.
+    The kernel skips only blocks of 512 keys that are hidden entirely; in quarters, 3 parts of 8 are skipped."""
     length = max(128, -(-T // 4))
     for first in range(0, T, length):
         stretch = slice(first, first + length)
@@ -80,7 +90,7 @@ def _stretches(T: int) -> Iterator[tuple[slice, slice, bool]]:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Into the first two, what the same queries found among other keys."""
+    """Merge into `out` and `lse`, in place, the result of the same queries over other keys."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_()[..., None].to(out.dtype))
     out.add_(part.mul_((part_lse - total).exp_()[..., None].to(out.dtype)))

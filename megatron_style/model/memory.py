@@ -1,4 +1,4 @@
-"""What a segment remembers of the text before it. Passed in, passed out, never stored in a module."""
+"""The memory of a segment: what it can attend to of the text before it. Passed in and out, never stored in a module."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_style.config.model import ModelConfig
 @dataclass(frozen=True)
 class Memory:
     """`layers[i]` is [rows, length, hidden]: layer i's attention input (after the layer norm, before projections),
-    without positions and without gradient. It holds the last `capacity` tokens at most.
+    without positions and without gradient. It holds at most the last `capacity` tokens.
 
-    Whoever keeps, saves, loads or counts a memory does it through these methods, so that another kind of memory is
-    another class with the same ones."""
+    All code that keeps, saves, loads or measures a memory uses these methods, so that another kind of memory is another
+    class with the same ones."""
 
     layers: tuple[Tensor, ...]
     capacity: int
@@ -29,17 +29,17 @@ class Memory:
 
     @classmethod
     def full(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor) -> Memory:
-        """Return a memory of the size that rows have in the middle of a text, with zeros in it."""
+        """Return a memory of zeros, of the size that rows have in the middle of a text."""
         return cls._of_length(config, rows, capacity, capacity, like)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], capacity: int) -> Memory:
-        """Return the memory that `tensors` described."""
+        """Return the memory that was saved as `tensors`."""
         return cls(tuple(tensors[name] for name in sorted(tensors, key=int)), capacity)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that has to be saved, by name; the first dim of each tensor is the row."""
+        """Return everything that has to be saved, by name; the first dim of each tensor is the row."""
         return {str(index): layer for index, layer in enumerate(self.layers)}
 
     @property
@@ -51,7 +51,7 @@ class Memory:
         return self.layers[0].shape[0]
 
     def advance(self, seen: Sequence[Tensor]) -> Memory:
-        """Return the memory that the next segment of the same rows needs. Detaches, here and nowhere else."""
+        """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""
         pairs = zip(self.layers, seen, strict=True)
         return Memory(tuple(self._last(old, new.detach()) for old, new in pairs), self.capacity)
 

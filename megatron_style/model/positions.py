@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-_FIRST_ROW = 2  # the reference starts to count behind the padding id, 1
+_FIRST_ROW = 2  # the reference counts positions from after the padding id, 1
 
 
 def sinusoids(positions: int, size: int) -> Tensor:
-    """[positions, size], float32. The first token has position 2."""
+    """Return the table [positions, size] in float32. The first token has position 2."""
     half = size // 2
     rates = torch.exp(torch.arange(half, dtype=torch.float32) * -(math.log(10000) / (half - 1)))
     angles = torch.arange(_FIRST_ROW, _FIRST_ROW + positions, dtype=torch.float32)[:, None] * rates
@@ -19,7 +19,7 @@ def sinusoids(positions: int, size: int) -> Tensor:
 
 
 class SinusoidalPositions(nn.Module):
-    """The table, made once and longer only when a longer text asks for it."""
+    """The table of positions, which grows when a longer text needs it."""
 
     table: Tensor
 

@@ -1,4 +1,4 @@
-"""The parameters of a model by name, without its tensors and without torch.
+"""The shapes of a model's parameters by name, without torch.
 
 A kind of attention or of vocabulary is a row in a table here. Names and order are those of
 `Shortformer.named_parameters()`: a module's own parameters come before those of the modules in it.
@@ -30,7 +30,7 @@ class BandShape:
 
 
 def bands(config: ModelConfig, vocab_size: int) -> tuple[BandShape, ...]:
-    """Return the bands of the vocabulary, the head first. One that is not adaptive is one band of full width."""
+    """Return the bands of the vocabulary, the head first. One that is not adaptive has a single band of full width."""
     factor = config.vocabulary.factor
     edges = pairwise((0, *config.vocabulary.cutoffs, vocab_size))
     return tuple(BandShape(first, last, config.hidden_size // factor**i) for i, (first, last) in enumerate(edges))
@@ -44,12 +44,13 @@ def parameters(config: ModelConfig, vocab_size: int) -> Shapes:
 
 
 def count_parameters(config: ModelConfig, vocab_size: int, *, ways: int = 1) -> int:
-    """Return the number of parameters on each of so many tensor-parallel ranks."""
+    """Return the number of parameters on each of `ways` tensor-parallel ranks."""
     return sum(shape.elements(ways) for shape in parameters(config, vocab_size).values())
 
 
 def _block(config: ModelConfig) -> Shapes:
-    D, ffn = config.hidden_size, config.ffn_size
+    D = config.hidden_size
+    ffn = config.ffn_size
     return {
         **_inside("attention_norm", _norm(D)),
         **_inside("attention", _ATTENTIONS[config.positions](config)),

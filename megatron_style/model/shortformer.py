@@ -1,6 +1,6 @@
-"""Shortformer: a decoder whose positions can enter queries and keys only, so that a segment can be attended to again.
+"""Shortformer: a decoder whose positions can enter queries and keys only, so that a later segment can attend to it.
 
-Without a memory and with positions added to the embeddings it is the Baevski & Auli language model.
+Without a memory, and with positions added to the embeddings, it is the language model of Baevski & Auli.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron_style.parallel.topology import Axis
 
 
 class Output(NamedTuple):
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
-    nll: Tensor  # negative log-likelihood of each target, shaped as the targets
-    memory: Memory  # that the next segment of these rows needs
-    auxiliary: Mapping[str, Tensor]  # further losses by name, each a scalar; the training adds them up
-    likeliest: Tensor | None  # next token of each row, where it was asked for
+    nll: Tensor  # negative log-likelihood of each target, shaped like the targets
+    memory: Memory  # for the next segment of these rows
+    auxiliary: Mapping[str, Tensor]  # further losses by name, each a scalar; training adds them up
+    likeliest: Tensor | None  # next token of each row, if asked for
 
 
 class Shortformer(nn.Module):
@@ -37,7 +37,9 @@ class Shortformer(nn.Module):
     ) -> None:
         super().__init__()
         axis = axis or Axis()
-        self.config, self.vocab_size, self.recompute = config, vocab_size, recompute
+        self.config = config
+        self.vocab_size = vocab_size
+        self.recompute = recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
         self.positions = SinusoidalPositions(config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, axis) for _ in range(config.layers))
@@ -54,11 +56,11 @@ class Shortformer(nn.Module):
         *,
         likeliest: bool = False,
     ) -> Output:
-        """Score the targets: as many as there are tokens, or those of the last tokens, or none.
+        """Score the targets: those of all tokens, of the last tokens only, or none.
 
-        Ids and targets may be on the host, whatever the model's device. `noise` is where dropout masks come from;
-        without it nothing is dropped. `likeliest` asks for the next token of each row as well: here and not in a method
-        of its own, because ZeRO 3 gathers the weights only inside `forward`."""
+        Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
+        it nothing is dropped. `likeliest` also asks for the next token of each row: here and not in a method of its
+        own, because ZeRO 3 gathers the weights only inside `forward`."""
         x_BTD, memory = self.features(ids_BT, memory, noise)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
@@ -76,12 +78,11 @@ class Shortformer(nn.Module):
         return x, memory.advance(seen)
 
     def enter(self, ids_BT: Tensor, remembered: int) -> tuple[Tensor, Tensor | None]:
-        """Return what the first block reads after so many remembered tokens, and the positions that every block is
-        given."""
+        """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
         return ATTENTIONS[self.config.positions].enter(self.embed(ids_BT), self.positions, remembered)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """Return the vectors of tokens, without positions."""
+        """Return the token vectors, without positions."""
         scale: float = self.config.hidden_size**0.5
         return self.vocabulary.embed(ids_BT) * scale
 

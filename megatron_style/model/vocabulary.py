@@ -1,4 +1,4 @@
-"""From token ids to vectors, and from vectors to the loss of token ids. Split by token id over the tensor axis.
+"""Token embeddings and the loss over tokens, split by token id over the tensor axis.
 
 Shape letters: N tokens of all rows, D hidden, V tokens of a table.
 """
@@ -27,26 +27,29 @@ class Band(nn.Module):
 
     def __init__(self, shape: BandShape, hidden_size: int, axis: Axis) -> None:
         super().__init__()
-        self.first, self.last = shape.first, shape.last
+        self.first = shape.first
+        self.last = shape.last
         width = shape.width
         self.table = VocabParallelTable(shape.tokens, width, axis=axis, weight=normal(width**-0.5))
         self.projection = parameter(Layout((hidden_size, width), draw=xavier(width, hidden_size)), axis)
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Indices of the ids that belong to this band."""
+        """Return the indices of the ids that belong to this band."""
         return torch.where((ids >= self.first) & (ids < self.last))[0]
 
 
 class AdaptiveVocabulary(nn.Module):
-    """Baevski & Auli's adaptive input and softmax, tables and tail projections tied.
+    """Baevski & Auli's adaptive input and softmax, with tables and tail projections tied.
 
     Band 0 is scored without its projection, which belongs to the input side only. A tail token's probability is that
-    of its band (a cluster logit beside band 0's) times its probability inside the band."""
+    of its band (a cluster logit next to band 0's logits) times its probability inside the band."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, axis: Axis) -> None:
         super().__init__()
         D = config.hidden_size
-        self.axis, self.hidden_size, self.dropout = axis, D, config.dropout.softmax
+        self.axis = axis
+        self.hidden_size = D
+        self.dropout = config.dropout.softmax
         self.bands = cast("Sequence[Band]", nn.ModuleList(Band(b, D, axis) for b in bands(config, vocab_size)))
         tails = len(self.bands) - 1
         self.clusters = parameter(Layout((tails, D), draw=xavier(D, tails)), axis)
@@ -61,17 +64,18 @@ class AdaptiveVocabulary(nn.Module):
         return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
-        """Negative log-likelihood of each target; no matrix of tokens x whole vocabulary is built. Targets on the host
-        are sorted into bands there, as nothing then waits for the device."""
+        """Return the negative log-likelihood of each target, without a matrix of tokens x full vocabulary. Targets on
+        the host are sorted into bands there, so that nothing waits for the device."""
         head, *tails = self.bands
         x_ND = replicated_dropout(x_ND, self.dropout, noise)
         words = _full_precision(head.table.logits(x_ND))
         clusters = _full_precision(F.linear(x_ND, self.clusters))
-        words_total, picked = _total_and_pick(words, targets_N, head.table)  # of a tail token nothing is picked yet
+        words_total, picked = _total_and_pick(words, targets_N, head.table)  # zero is picked for a tail token
         nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
-            inside_targets, index = targets_N[index] - band.first, index.to(x_ND.device, non_blocking=True)
+            inside_targets = targets_N[index] - band.first
+            index = index.to(x_ND.device, non_blocking=True)
             narrow = F.linear(x_ND.index_select(0, index), band.projection.T)
             narrow = replicated_dropout(narrow, self.dropout, noise and noise.at(i))
             inside = _table_nll(narrow, inside_targets, band.table)
@@ -79,38 +83,38 @@ class AdaptiveVocabulary(nn.Module):
         return nll_N
 
     def likeliest(self, x_ND: Tensor) -> Tensor:
-        """The most probable token after each row, on any number of tensor ranks."""
+        """Return the most probable token after each row, on any number of tensor ranks."""
         head, *tails = self.bands
         clusters = _full_precision(F.linear(x_ND, self.clusters))
         best = [_best_owned(_full_precision(head.table.logits(x_ND)), head.table)]
         for i, band in enumerate(tails):
             inside = _full_precision(band.table.logits(F.linear(x_ND, band.projection.T)))
             score, index = _best_owned(inside, band.table)
-            # In the terms of band 0's logits: that of the band, and the token's log-probability inside it.
+            # On the scale of band 0's logits: the band's own logit plus the token's log-probability inside the band.
             best.append((clusters[:, i] + score - sharded_logsumexp(inside, self.axis), band.first + index))
         scores, ids = (torch.stack(part, -1) for part in zip(*best, strict=True))
         return sharded_best(scores, ids, self.axis)
 
     def log_probs(self, x_ND: Tensor) -> Tensor:
-        """The whole distribution [N, V]: one process only."""
+        """Return the full distribution [N, V]; on one process only."""
         words, clusters = self.head_log_probs(x_ND)
         tails = [clusters[:, i : i + 1] + self.tail_log_probs(i, x_ND) for i in range(clusters.shape[1])]
         return torch.cat([words, *tails], -1)
 
     @property
     def tail_starts(self) -> list[int]:
-        """The first token of each tail band."""
+        """Return the first token of each tail band."""
         return [band.first for band in self.bands[1:]]
 
     def head_log_probs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Of band 0's tokens, and of the tail bands as wholes."""
+        """Return the log-probabilities of band 0's tokens, and of each tail band as one event."""
         assert self.axis.size == 1
         logits = torch.cat([self.bands[0].table.logits(x_ND), F.linear(x_ND, self.clusters)], -1)
         words, clusters = _full_precision(logits).log_softmax(-1).split([self.bands[0].last, len(self.clusters)], -1)
         return words, clusters
 
     def tail_log_probs(self, tail: int, x: Tensor) -> Tensor:
-        """Of a tail band's tokens, given that it is this band."""
+        """Return the log-probabilities of a tail band's tokens, given the band."""
         band = self.bands[tail + 1]
         return _full_precision(band.table.logits(F.linear(x, band.projection.T))).log_softmax(-1)
 
@@ -121,7 +125,8 @@ class PlainVocabulary(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, axis: Axis) -> None:
         super().__init__()
         D = config.hidden_size
-        self.axis, self.hidden_size = axis, D
+        self.axis = axis
+        self.hidden_size = D
         self.table = VocabParallelTable(vocab_size, D, axis=axis, weight=normal(D**-0.5))
         if config.vocabulary.kind == "untied":
             self.output_table = VocabParallelTable(vocab_size, D, axis=axis, weight=normal(D**-0.5))
@@ -135,23 +140,23 @@ class PlainVocabulary(nn.Module):
         return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
-        del noise  # the reference drops nothing here
+        del noise  # the reference has no dropout here
         return _table_nll(x_ND, targets_N, self.output_table)
 
     def likeliest(self, x_ND: Tensor) -> Tensor:
-        """The most probable token after each row, on any number of tensor ranks."""
+        """Return the most probable token after each row, on any number of tensor ranks."""
         score, ids = _best_owned(_full_precision(self.output_table.logits(x_ND)), self.output_table)
         return sharded_best(score[:, None], ids[:, None], self.axis)
 
     def log_probs(self, x_ND: Tensor) -> Tensor:
-        """The whole distribution [N, V]: one process only."""
+        """Return the full distribution [N, V]; on one process only."""
         assert self.axis.size == 1
         return _full_precision(self.output_table.logits(x_ND)).log_softmax(-1)
 
     tail_starts = ()
 
     def head_log_probs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens are the head's; there are no tail bands."""
+        """Return the log-probabilities of all tokens: all belong to the head, and there are no tail bands."""
         return self.log_probs(x_ND), x_ND.new_empty(len(x_ND), 0)
 
     def tail_log_probs(self, tail: int, x: Tensor) -> Tensor:
@@ -174,9 +179,9 @@ def _total_and_pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) 
 
 
 def _best_owned(logits: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
-    """The highest logit among this rank's columns, and its place in the whole table."""
+    """Return the highest logit among this rank's columns, and its index in the unsharded table."""
     owned = layout_of(table.weight).owned(table.axis)
-    if len(owned) == 0:  # of a small band some ranks hold nothing
+    if len(owned) == 0:  # some ranks hold no row of a small band
         score = logits.new_full((len(logits),), -torch.inf)
         return score, torch.full_like(score, table.tokens - 1, dtype=torch.long)
     score, column = logits.max(-1)

@@ -1,4 +1,4 @@
-"""The differentiable collectives of tensor parallelism, as plain functions, and collectives of JSON values.
+"""Differentiable collectives for tensor parallelism, as plain functions, and collectives for JSON values.
 
 function            forward      backward      Megatron's name
 copy_to_shards      identity     all-reduce    f
@@ -39,17 +39,17 @@ class _ReduceFromShards(torch.autograd.Function):
 
 
 def copy_to_shards(x: Tensor, axis: Axis) -> Tensor:
-    """Replicated `x` enters a computation that is split over the axis."""
+    """Pass replicated `x` into a computation that is split over the axis."""
     return x if axis.size == 1 else _CopyToShards.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 def reduce_from_shards(x: Tensor, axis: Axis) -> Tensor:
-    """Partial sums leave it; the result is the same on all ranks."""
+    """Add up the partial sums of such a computation; the result is the same on all ranks."""
     return x if axis.size == 1 else _ReduceFromShards.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
 def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
-    """Element-wise maximum over the ranks, without gradient."""
+    """Return the element-wise maximum over the ranks, without gradient."""
     largest = x.detach().clone()
     if axis.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
@@ -57,30 +57,30 @@ def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return the values of all ranks, in their order. torch's collectives of objects would unpickle what arrives."""
-    mine = _bytes_of(value)
-    lengths = [torch.zeros_like(_length_of(mine)) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, _length_of(mine))
+    """Return the values of all ranks, in rank order. torch's object collectives would unpickle whatever arrives."""
+    own = _bytes_of(value)
+    lengths = [torch.zeros_like(_length_of(own)) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, _length_of(own))
     sizes = [int(length) for length in lengths]
-    padded = mine.new_zeros(max(sizes))
-    padded[: len(mine)] = mine
-    everyone = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
-    return [_value_of(data[:size]) for data, size in zip(everyone, sizes, strict=True)]
+    padded = own.new_zeros(max(sizes))
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [_value_of(data[:size]) for data, size in zip(gathered, sizes, strict=True)]
 
 
 def broadcast_json(value: Any) -> Any:
-    """Return rank 0's value on every rank; those of the others are ignored."""
-    mine = _bytes_of(value)
-    length = _length_of(mine)
+    """Return rank 0's value on every rank; the values of the other ranks are ignored."""
+    own = _bytes_of(value)
+    length = _length_of(own)
     dist.broadcast(length, src=0)
-    data = mine if dist.get_rank() == 0 else mine.new_empty(int(length))
+    data = own if dist.get_rank() == 0 else own.new_empty(int(length))
     dist.broadcast(data, src=0)
     return _value_of(data)
 
 
 def _bytes_of(value: Any) -> Tensor:
-    """Refuse what would not arrive as it was sent, such as a tuple, a key that is a number, or NaN."""
+    """Encode the value. What would not arrive as it was sent, such as a tuple, a numeric key or NaN, is refused."""
     text = json.dumps(value, allow_nan=False)
     if json.loads(text) != value:
         raise TypeError(f"{value!r:.200}: does not survive JSON; send lists, and dictionaries with strings as keys")
@@ -96,7 +96,7 @@ def _length_of(data: Tensor) -> Tensor:
 
 
 def _device() -> torch.device:
-    """Return where the backend wants its tensors: NCCL on this rank's current device, gloo on the host."""
+    """Return the device on which the backend expects tensors: NCCL the rank's current device, gloo the host."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if dist.get_backend() == "gloo" or accelerator is None:
         return torch.device("cpu")

@@ -14,7 +14,8 @@ from megatron_style.parallel.topology import Axis
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: each rank computes its own columns of y.
 
-    Its input has been through `copy_to_shards`, once for all layers that read it: one all-reduce on the way back."""
+    The caller passes its input through `copy_to_shards`, once for all layers that read it, so that the backward pass
+    has one all-reduce."""
 
     def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
         super().__init__()
@@ -22,7 +23,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = parameter(Layout((out_features,), 0, draw=bias), axis)
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Of each input, if there are several: ZeRO 3 brings the weight together for one call."""
+        """Apply the layer to each input. One call serves several inputs, so that ZeRO 3 gathers the weight once."""
         outputs = tuple(F.linear(x, self.weight, self.bias) for x in inputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -43,7 +44,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedLayerNorm(nn.LayerNorm):
-    """Every rank of the tensor axis holds it whole."""
+    """A layer norm of which every rank of the tensor axis holds a full copy."""
 
     def __init__(self, size: int, *, axis: Axis) -> None:
         super().__init__(size)
@@ -52,22 +53,23 @@ class ReplicatedLayerNorm(nn.LayerNorm):
 
 
 class VocabParallelTable(nn.Module):
-    """Token vectors split by token id. Read it for embeddings, multiply by it for logits."""
+    """Token vectors split by token id: rows are looked up for embeddings, and multiplied by for logits."""
 
     def __init__(self, tokens: int, width: int, *, axis: Axis, weight: Draw) -> None:
         super().__init__()
-        self.axis, self.tokens = axis, tokens
+        self.axis = axis
+        self.tokens = tokens
         self.weight = parameter(Layout((tokens, width), 0, is_table=True, draw=weight), axis)
 
     def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the ids (counted from this table's first) this rank holds, and their vectors. Ids on the host are
-        searched there: on the device, the host would have to wait for their number."""
-        mine = layout_of(self.weight).owned(self.axis)
-        (index,) = torch.where((ids >= mine.start) & (ids < mine.stop))
-        index, rows = (x.to(self.weight.device, non_blocking=True) for x in (index, ids[index] - mine.start))
-        return index, F.embedding(rows, self.weight)
+        """Return the indices of those ids (relative to this table's first) that this rank holds, and their vectors.
+        Ids on the host are searched there: a search on the device would make the host wait for the count."""
+        owned = layout_of(self.weight).owned(self.axis)
+        (index,) = torch.where((ids >= owned.start) & (ids < owned.stop))
+        rows = (ids[index] - owned.start).to(self.weight.device, non_blocking=True)
+        return index.to(self.weight.device, non_blocking=True), F.embedding(rows, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's columns [..., tokens / tp]; rows that only pad the shard are left out."""
-        mine = layout_of(self.weight).owned(self.axis)
-        return F.linear(copy_to_shards(x, self.axis), self.weight[: len(mine)])
+        """Return this rank's columns [..., tokens / tp]; rows that only pad the shard are left out."""
+        owned = layout_of(self.weight).owned(self.axis)
+        return F.linear(copy_to_shards(x, self.axis), self.weight[: len(owned)])

@@ -1,7 +1,7 @@
-"""Randomness has an address: a key is derived from what a number is for, and no generator is carried along.
+"""Keyed randomness: a key is derived from what a random number is for, and no generator state is kept.
 
-So recomputing a block draws the same numbers again, a resumed run needs no generator state, and every grid starts
-from the same weights.
+Recomputing a block therefore gives the same numbers again, a resumed run needs no generator state, and every grid
+starts from the same weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 def derive_key(*address: int | str) -> int:
-    """A 63-bit key for an address such as (seed, step, micro, layer)."""
+    """Return a 63-bit key for an address such as (seed, step, micro, layer)."""
     digest = hashlib.blake2b(repr(address).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Where the dropout masks of one forward pass come from. Equal on all tensor-parallel ranks."""
+    """The source of the dropout masks of one forward pass. Equal on all tensor-parallel ranks."""
 
     key: int
 
@@ -31,7 +31,7 @@ class Noise:
 
 
 def replicated_dropout(x: Tensor, rate: float, noise: Noise | None) -> Tensor:
-    """For tensors that every tensor-parallel rank holds whole: all ranks drop the same elements."""
+    """Apply dropout to a tensor that is replicated over the tensor axis: all ranks drop the same elements."""
     if noise is None or rate == 0:
         return x
     generator = torch.Generator(x.device).manual_seed(noise.key)
@@ -40,8 +40,8 @@ def replicated_dropout(x: Tensor, rate: float, noise: Noise | None) -> Tensor:
 
 
 def sharded_dropout(x: Tensor, rate: float, noise: Noise | None) -> Tensor:
-    """For tensors split over the tensor axis: each rank drops its own elements, from torch's default generator,
-    which `seed_sharded_dropout` has set and which torch restores when a block is recomputed."""
+    """Apply dropout to a tensor that is split over the tensor axis: each rank drops its own elements. They come from
+    torch's default generator, which `seed_sharded_dropout` seeds and torch restores when a block is recomputed."""
     return F.dropout(x, rate, training=noise is not None)
 
 

@@ -1,5 +1,5 @@
-"""How a logical parameter is cut over the tensor axis. Said once; initialisation, the gradient norm, checkpoints
-and conversion read it."""
+"""How a logical parameter is split over the tensor axis. Defined once, and read by initialisation, the gradient norm,
+checkpoints and conversion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_style.parallel.split import Shape
 from megatron_style.parallel.topology import Axis
 
 Draw = Callable[[Tensor, torch.Generator], object]  # fills a tensor in place
-_ROWS_PER_DRAW = 1024  # a weight is drawn in blocks of rows, so that a rank never holds more than its shard and a block
+_ROWS_PER_DRAW = 1024  # weights are drawn in blocks of rows, so that a rank never holds more than its shard and a block
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Layout(Shape):
     draw: Draw | None = None  # None: the module that made it has initialised it
 
     def owned(self, axis: Axis) -> range:
-        """The indices along the split dim that a rank holds; fewer on the last ranks when they do not divide."""
+        """Return the indices along the split dim that a rank holds; the last ranks may hold fewer than the others."""
         assert self.shard_dim is not None
         size = self.shape[self.shard_dim]
         each = -(-size // axis.size)
@@ -33,7 +33,7 @@ class Layout(Shape):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Where a part of one parameter's shard lies in the flat tensors of a rank."""
+    """The location of a part of one parameter's shard in the flat tensors of a rank."""
 
     param: str
     group: int  # which flat tensor
@@ -43,7 +43,7 @@ class Fragment:
 
 
 def parameter(layout: Layout, axis: Axis) -> nn.Parameter:
-    """An uninitialised shard; see `initialise`."""
+    """Return an uninitialised shard; `initialise` fills it."""
     return tag(nn.Parameter(torch.empty(layout.shard_shape(axis.size))), layout, axis)
 
 
@@ -65,7 +65,7 @@ def layouts_of(model: nn.Module) -> dict[str, Layout]:
 
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, axis: Axis) -> None:
-    """Draw every weight under the key of its name, so that all grids start from the same numbers."""
+    """Draw every weight with a key derived from its name, so that all grids start from the same numbers."""
     for name, param in model.named_parameters():
         layout = layout_of(param)
         if layout.draw is not None:
@@ -89,14 +89,14 @@ def _draw_shard(param: Tensor, layout: Layout, key: int, axis: Axis) -> None:
 
 
 def shard(full: Tensor, dim: int, ways: int) -> list[Tensor]:
-    """Cut into equal parts along `dim`, the last ones padded with zeros where it does not divide."""
+    """Split into equal parts along `dim`; the last ones are padded with zeros where its size does not divide."""
     each = -(-full.shape[dim] // ways)
     padding = full.new_zeros(*full.shape[:dim], each * ways - full.shape[dim], *full.shape[dim + 1 :])
     return list(torch.cat([full, padding], dim).chunk(ways, dim))
 
 
 def shard_of(full: Tensor, layout: Layout, axis: Axis) -> Tensor:
-    """What this rank holds of a logical tensor."""
+    """Return this rank's shard of a logical tensor."""
     if layout.shard_dim is None or axis.size == 1:
         return full
     return shard(full, layout.shard_dim, axis.size)[axis.rank]

@@ -1,4 +1,4 @@
-"""How a parameter is split over the tensor axis, as plain numbers: what needs no tensors reads this without torch."""
+"""How a parameter is split over the tensor axis, as plain numbers, for code that does not import torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class Shape:
     """The logical (unsharded) shape of a parameter, and the dim it is split along."""
 
     shape: tuple[int, ...]
-    shard_dim: int | None = None  # None: every rank holds all of it
-    is_table: bool = False  # its rows are vectors of tokens
+    shard_dim: int | None = None  # None: replicated on every rank
+    is_table: bool = False  # its rows are token vectors
 
     @property
     def decays(self) -> bool:
-        """True for the matrices that weight decay is meant for: not for norms, biases and vectors of tokens."""
+        """True for the matrices that weight decay is meant for: not for norms, biases and token vectors."""
         return len(self.shape) > 1 and not self.is_table
 
     def shard_shape(self, ways: int) -> tuple[int, ...]:
-        """Return what each rank holds; the last ranks are padded where the dim does not divide."""
+        """Return the shape on each of `ways` ranks; the last ranks are padded where the dim does not divide."""
         shape = list(self.shape)
         if self.shard_dim is not None:
             shape[self.shard_dim] = -(-shape[self.shard_dim] // ways)
         return tuple(shape)
 
     def elements(self, ways: int = 1) -> int:
-        """Return the number of elements on each of so many ranks."""
+        """Return the number of elements on each of `ways` ranks."""
         return math.prod(self.shard_shape(ways))

@@ -1,4 +1,4 @@
-"""Where this process sits in the data x tensor grid, and the groups it talks to."""
+"""This process's place in the data x tensor grid, and its process groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_style.base.errors import UserError
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the process grid. `Axis()` is a grid of one: there is nobody to talk to."""
+    """One direction of the process grid. `Axis()` is a single process, which communicates with no other."""
 
     size: int = 1
     rank: int = 0
@@ -27,7 +27,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """Ranks that share a data rank are neighbours, so that tensor parallelism stays inside a host."""
+    """The grid of processes. Ranks with the same data rank are neighbours, so that tensor parallelism stays inside a
+    host."""
 
     data: Axis = Axis()
     tensor: Axis = Axis()
@@ -38,7 +39,8 @@ class Topology:
 
     @classmethod
     def of_world(cls, *, tensor: int) -> Topology:
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = dist.get_world_size()
+        rank = dist.get_rank()
         check_world(world, tensor)
         return cls(
             data=_join([range(first, world, tensor) for first in range(tensor)], rank),
@@ -55,10 +57,10 @@ def check_world(world: int, tensor: int) -> None:
 
 
 def _join(partitions: list[range], rank: int) -> Axis:
-    """Create every group (a collective call), keep the one that holds this rank."""
-    mine = Axis()
+    """Create every group, which is a collective call, and return the axis of the one that holds this rank."""
+    axis = Axis()
     for ranks in partitions:
         group = dist.new_group(list(ranks))
         if rank in ranks:
-            mine = Axis(size=len(ranks), rank=ranks.index(rank), group=group)
-    return mine
+            axis = Axis(size=len(ranks), rank=ranks.index(rank), group=group)
+    return axis

@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive: every storage that torch makes is seen when it comes and when it goes."""
+"""Count the bytes of live tensors: every storage that torch makes is seen when it is made and when it is freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages, not tensors: views are free. `peak` is the most since `mark`."""
+    """A meter of live storages, so that views are free. `peak` is the most since `mark`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def mark(self) -> int:
-        """Start a new peak here; gives what is alive now."""
+        """Start a new peak and return what is alive now."""
         self.peak = self.now
         return self.now
 
@@ -46,5 +46,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of their storages, each counted once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

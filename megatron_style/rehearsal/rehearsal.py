@@ -1,7 +1,7 @@
 """Rehearse a step of every stage as one rank of a grid of any size, on fake tensors: without GPUs and other ranks.
 
-The engine, the model and the shapes are real, so what does not fit together or into memory is found before a cluster is
-booked. What is not real is listed in `stand_ins.py`.
+The engine, the model and the shapes are real, so settings that conflict or do not fit into memory are found before a
+cluster is booked. What is not real is listed in `stand_ins.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class StageRehearsal:
-    """Bytes on the rehearsed rank."""
+    """The memory of one stage on the rehearsed rank, in bytes."""
 
     stage: Stage
     passes: int  # the peak of all forward and backward passes of a step
@@ -49,27 +49,28 @@ class StageRehearsal:
 class Rehearsal:
     rank: int
     ranks: int
-    usable: float  # bytes of a GPU's memory that a run can have
+    usable: float  # bytes of a GPU's memory that are available to a run
     stages: tuple[StageRehearsal, ...]  # those that ran
-    failure: str | None  # why the next one did not; the ones after it were not tried
+    failure: str | None  # why the next one failed; those after it were not tried
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """All that `build_engine` reads of a schedule; the rest would need a corpus."""
+    """The part of a schedule that `build_engine` reads; the rest would need a corpus."""
 
     stages: tuple[Stage, ...]
 
 
 def rehearse(run: RunConfig, *, ranks: int, rank: int, usable: float) -> Rehearsal:
-    """Walk one rank through a step of each stage."""
+    """Run a step of each stage on one rank."""
     _check_grid(run, ranks, rank)
     text = text_facts(run)
     setup = _planned_setup(run, text, ranks)
     stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
     ids = torch.from_numpy(_typical_ids(run, text)).as_subclass(HostTensor)
     done: list[StageRehearsal] = []
-    doing, failure = "engine", None
+    doing = "engine"
+    failure = None
     log(f"rehearsing rank {rank} of {ranks}: building its engine")
     with fake_rank(rank, of=ranks) as live, distributed_session(tensor=run.parallel.tensor) as topology:
         try:
@@ -80,7 +81,8 @@ def rehearse(run: RunConfig, *, ranks: int, rank: int, usable: float) -> Rehears
                 doing = str(stage)
                 log(f"rehearsing {doing}")
                 passes, update = _step(engine, live, stage, ids)
-                peak, planned = max(passes, update), estimate_memory(setup, stage).total
+                peak = max(passes, update)
+                planned = estimate_memory(setup, stage).total
                 remedy = _remedy(setup, stage, usable * planned / peak) if peak > usable else None
                 done.append(StageRehearsal(stage, passes, update, peak, planned, remedy))
         except (RuntimeError, AssertionError, IndexError) as error:
@@ -99,14 +101,14 @@ def _planned_setup(run: RunConfig, text: TextFacts, ranks: int) -> Setup:
     if sharding.offloads_optimizer or sharding.offloads_weights:
         raise UserError(
             f"{run.deepspeed}: offloads to host memory, which fake tensors cannot tell from a GPU's; rehearse with a "
-            f"ds_config that does not (--set deepspeed=...), or see what `plan` says"
+            f"ds_config that does not (--set deepspeed=...), or use `plan` without --rehearse"
         )
     return setup_of(run, text, sharding, gpus=ranks)
 
 
 def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return a batch of ids that are as frequent as in the text or, without it, as Zipf's law says. They decide how
-    many vectors a tensor-parallel rank looks up, and how many tokens each band scores."""
+    """Return a batch of ids with the frequencies of the text or, without it, of Zipf's law. They decide how many
+    vectors a tensor-parallel rank looks up, and how many tokens each band scores."""
     count = run.data.tokens_per_batch
     if text.tokens is not None:
         tokens = open_store(run.data.train).tokens
@@ -115,24 +117,24 @@ def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.d
 
 
 def _settle(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> None:
-    """Do a step with one row, after which all is as in the middle of a run: the optimizer has its states, and ZeRO 3
-    knows in which order it gathers weights."""
+    """Do a step with one row, which brings the engine into the state of a running one: the optimizer has its state, and
+    ZeRO 3 knows the order in which it gathers weights."""
     _step(engine, live, Stage(stage.index, stage.segment_length, stage.cache_length, rows=1, micro_rows=1), ids)
 
 
 def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> tuple[int, int]:
     """Return the peak of all forward and backward passes, and that of the update. As in `train`, the caches of the last
-    step are held until the update, and those of the next one to the end."""
+    step are held until the update, and those for the next one to the end."""
     shape = (stage.micro_rows, stage.segment_length)
     batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
     caches = [engine.full_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation)]
     next_caches = []
     live.mark()
-    told = time.monotonic()
+    last_line = time.monotonic()
     for micro, memory in enumerate(caches):
-        if time.monotonic() - told > _SECONDS_BETWEEN_LINES:
+        if time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
             log(f"rehearsing stage {stage.index + 1}: micro-batch {micro + 1} of {stage.accumulation}")
-            told = time.monotonic()
+            last_line = time.monotonic()
         output = engine.forward(batch, batch, memory, Noise(derive_key("rehearsal", micro)))
         assert output.nll.shape == shape, f"{tuple(output.nll.shape)} losses for {shape} targets"
         loss = output.nll.mean() + sum(output.auxiliary.values())
@@ -146,7 +148,7 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
 
 
 def _remedy(setup: Setup, stage: Stage, plannable: float) -> str:
-    """Say what would fit by the plan, which is taken to be wrong by the same factor for other shapes."""
+    """Return what would fit by the plan, which is assumed to be wrong by the same factor for other shapes."""
     fitting = largest_micro_rows(setup, stage, plannable)
     if fitting is not None:
         return f"set stages.{stage.index}.micro_rows to {fitting}"

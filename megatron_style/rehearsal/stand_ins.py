@@ -1,7 +1,7 @@
-"""Replace a GPU, the other ranks and the numbers while one rank of a grid is rehearsed on fake tensors.
+"""Replace a GPU, the other ranks and all numbers while one rank of a grid is rehearsed on fake tensors.
 
-Fake tensors have a shape, a dtype and a storage of some size, but no numbers. Here they are those of the GPU, whatever
-torch calls their device; tensors of the host are real. Everything that is not listed here is the real thing.
+Fake tensors have a shape, a dtype and a storage of some size, but no numbers. Here they represent those of the GPU,
+whatever torch calls their device; tensors of the host are real. Everything that is not listed here is real.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from megatron_style.rehearsal.live_bytes import LiveBytes
 
 @contextmanager
 def fake_rank(rank: int, *, of: int) -> Iterator[LiveBytes]:
-    """Make this process one rank of a grid that is not there, and its tensors fake; yield the meter of their bytes.
+    """Make this process one rank of a grid that does not exist, and its tensors fake; yield the meter of their bytes.
 
     DeepSpeed keeps global state, so do not train in the same process afterwards."""
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, {"LOCAL_RANK": "0"}))  # DeepSpeed's engine asks for it
-        # A failure is told once, by whoever catches it.
+        stack.enter_context(patch.dict(os.environ, {"LOCAL_RANK": "0"}))  # DeepSpeed's engine needs it
+        # A failure is reported once, by the caller that catches it.
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # DeepSpeed's alignment
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=of)
         stack.callback(dist.destroy_process_group)
         for place, replacement in _REPLACED.items():
             stack.enter_context(patch(place, replacement))
-        # fp16 is refused where the accelerator has none; the GPU that is meant has it.
+        # fp16 is refused where the accelerator does not support it; the GPU that is meant does.
         stack.enter_context(patch.object(get_accelerator(), "is_fp16_supported", lambda: True))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_NumbersAreZero())  # type: ignore[no-untyped-call]
@@ -50,8 +50,8 @@ def fake_rank(rank: int, *, of: int) -> Iterator[LiveBytes]:
 
 
 class HostTensor(Tensor):
-    """Stays real among fake tensors, so that searching token ids on the host gives real counts. Moved to the GPU, it
-    becomes fake; an operation that mixes it with tensors of the GPU fails, as it would there."""
+    """A tensor that stays real among fake ones, so that a search for token ids on the host gives real counts. Moved to
+    the GPU, it becomes fake; an operation that mixes it with tensors of the GPU fails, as it would there."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,8 +65,8 @@ class HostTensor(Tensor):
 
 
 class _NumbersAreZero(TorchDispatchMode):
-    """Return zero for every number that the host reads. Before an update it reads a norm and an overflow flag: with
-    zeros the update is applied."""
+    """A mode in which every number that the host reads is zero. Before an update it reads a norm and an overflow flag:
+    with zeros, the update is applied."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -101,16 +101,16 @@ def _convert_in_place(module: nn.Module, convert: Callable[[Tensor], Tensor], re
 
 
 _REPLACED = {
-    # A GPU's kernels, where a CPU's keep other tensors for the backward pass.
+    # The kernels of a GPU; those of a CPU keep other tensors for the backward pass.
     "megatron_style.model.attention.attend": _flash_attention,
     "megatron_style.model.block.sharded_dropout": _dropout_with_byte_mask,
-    # There are no numbers to draw.
+    # Fake tensors have no numbers to initialise.
     "megatron_style.engine.build.initialise": lambda *_: None,
-    # torch would swap each fake parameter for its converted copy, which the references that fake mode keeps forbid.
+    # torch would swap each fake parameter with its converted copy, and fails because fake mode holds references to it.
     "torch.nn.Module._apply": _convert_in_place,
-    # The first rank of a grid that is not there agrees with this one.
+    # The first rank, which does not exist, agrees with this one.
     "deepspeed.runtime.zero.utils.assert_lst_len_same_as_other_ranks": lambda _: None,
     "deepspeed.runtime.zero.utils.get_lst_from_rank0": lambda numbers: numbers,
-    # A rehearsal writes nothing and calls nobody.
+    # A rehearsal writes no logs and contacts no service.
     "deepspeed.runtime.engine.MonitorMaster": lambda *_: SimpleNamespace(enabled=False),
 }

@@ -8,9 +8,8 @@ from megatron_style.config.run import LearningRateConfig
 
 
 def learning_rate_at(step: int, config: LearningRateConfig | None, total_steps: int) -> float | None:
-    """Warm-up, then cosine periods: each `period_growth` times longer, peak and floor `shrink` times lower.
-
-    `None` stays `None`: the ds_config has a scheduler of its own."""
+    """Return the learning rate: warm-up, then cosine periods, each `period_growth` times longer than the one before,
+    with peak and floor multiplied by `shrink`. Without a config it is `None`: the ds_config has its own scheduler."""
     if config is None:
         return None
     if step < config.warmup_steps:
@@ -19,7 +18,8 @@ def learning_rate_at(step: int, config: LearningRateConfig | None, total_steps: 
     first = config.period_steps or max(1, total_steps - config.warmup_steps)
     growth = config.period_growth
     if growth == 1:
-        period, length = since // first, float(first)
+        period = since // first
+        length = float(first)
         position = float(since - period * first)
     else:
         period = math.floor(math.log(1 - since / first * (1 - growth), growth))

@@ -1,8 +1,8 @@
-"""A pass: how what is unread is handed out to the rows of the batch, one segment a row and step.
+"""A pass: how the unread text is distributed over the rows of the batch, one segment per row and step.
 
-In text order each row walks a *lane*, a contiguous stretch, so that the cache of a row is always the text just
-before it. Shuffled, each row gets any segment. Either way each unread token is read once, and only the last step of
-a pass is short.
+In text order each row reads a *lane*, a contiguous stretch, so that the cache of a row is always the text just before
+it. Shuffled, a row may get any segment. Either way each unread token is read once, and only the last step of a pass is
+short.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megatron_style.schedule.unread import Places, Unread
+from megatron_style.schedule.unread import Indices, Unread
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What some rows read in one step: row i reads stream[places[i, :lengths[i]]]."""
+    """The tokens of some rows in one step: row i reads stream[places[i, :lengths[i]]]."""
 
-    places: Places  # [rows, width]; beyond a row's length they repeat a valid place
-    lengths: Places  # [rows]
+    places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
+    lengths: Indices  # [rows]
 
 
 @dataclass(frozen=True)
@@ -36,39 +36,39 @@ class Pass(ABC):
     def steps(self) -> int: ...
 
     @abstractmethod
-    def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
-        """First place and length of what each row reads; the length is zero for a row that has nothing left."""
+    def extent(self, turn: int, rows: Indices) -> tuple[Indices, Indices]:
+        """Return the first place and the length of each row's segment; the length of a row that is through is zero."""
 
     @abstractmethod
     def after(self, turns: int) -> Unread:
-        """What is left when the first `turns` steps have been read."""
+        """Return the text that remains after the first `turns` steps."""
 
     @abstractmethod
     def tokens_before(self, turn: int) -> int:
-        """Over all rows, of the turns before this one. Does not look at every segment."""
+        """Return the tokens of all rows in the turns before this one, without a look at every segment."""
 
     def place(self, turn: int) -> str:
-        """What has been read before a turn, as a digest: of what was unread at first, and of how it is read."""
+        """Return a digest of what has been read before a turn: of the text unread at first, and of how it is read."""
         settings = (type(self).__name__, self.unread.digest, self.rows, self.segment_length, self.order_key, turn)
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     @property
     def order_key(self) -> tuple[int, ...]:
-        """What decides the order, apart from the text."""
+        """Return what decides the order, apart from the text."""
         return ()
 
     def tokens_at(self, turn: int) -> int:
-        """Over all rows."""
+        """Return the tokens of all rows in this turn."""
         return int(self._lengths(turn).sum())
 
-    def read(self, turn: int, rows: Places) -> Reading:
+    def read(self, turn: int, rows: Indices) -> Reading:
         width = int(self._lengths(turn).max())  # over all rows, so that it is the same on every rank
         firsts, lengths = self.extent(turn, rows)
         offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
         places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
         return Reading(self.unread.in_stream(places), lengths)
 
-    def _lengths(self, turn: int) -> Places:
+    def _lengths(self, turn: int) -> Indices:
         return self.extent(turn, np.arange(self.rows))[1]
 
 
@@ -79,7 +79,7 @@ class TextLanes(Pass):
         longest_lane = _ceil_div(self.unread.tokens, self.rows)
         return _ceil_div(longest_lane, self.segment_length)
 
-    def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
+    def extent(self, turn: int, rows: Indices) -> tuple[Indices, Indices]:
         firsts = self._bounds[rows] + turn * self.segment_length
         return firsts, np.clip(self._bounds[rows + 1] - firsts, 0, self.segment_length)
 
@@ -92,8 +92,9 @@ class TextLanes(Pass):
         return self.unread.keep(np.minimum(self._bounds[:-1] + turns * self.segment_length, ends), ends)
 
     @cached_property
-    def _bounds(self) -> Places:
-        """Lane i is the places bounds[i]..bounds[i + 1]; lanes differ by at most one token."""
+    def _bounds(self) -> Indices:
+        """Return the bounds of the lanes: lane i is the places bounds[i]..bounds[i + 1]. Their lengths differ by at
+        most one token."""
         return np.arange(self.rows + 1) * self.unread.tokens // self.rows
 
 
@@ -105,8 +106,9 @@ class ShuffledSegments(Pass):
     def steps(self) -> int:
         return _ceil_div(self._segments, self.rows)
 
-    def extent(self, turn: int, rows: Places) -> tuple[Places, Places]:
-        order, tokens = _shuffled(self.key, self._segments), self.unread.tokens
+    def extent(self, turn: int, rows: Indices) -> tuple[Indices, Indices]:
+        order = _shuffled(self.key, self._segments)
+        tokens = self.unread.tokens
         index = turn * self.rows + rows
         firsts = np.where(index < len(order), order[np.minimum(index, len(order) - 1)] * self.segment_length, tokens)
         return firsts, np.clip(tokens - firsts, 0, self.segment_length)
@@ -116,14 +118,15 @@ class ShuffledSegments(Pass):
         return self.key
 
     def tokens_before(self, turn: int) -> int:
-        """All segments are full but the last one of the text, wherever it comes."""
+        """Return the tokens of the turns before this one. All segments are full but the text's last, which may be read
+        at any turn."""
         read = min(turn * self.rows, self._segments)
         missing = self._segments * self.segment_length - self.unread.tokens
         return read * self.segment_length - (missing if _place_of_last(self.key, self._segments) < read else 0)
 
     def after(self, turns: int) -> Unread:
         if turns >= self.steps:
-            return Unread.whole(0)
+            return Unread.entire(0)
         firsts = np.sort(_shuffled(self.key, self._segments)[turns * self.rows :]) * self.segment_length
         return self.unread.keep(firsts, np.minimum(firsts + self.segment_length, self.unread.tokens))
 
@@ -133,14 +136,14 @@ class ShuffledSegments(Pass):
 
 
 @lru_cache(maxsize=1)  # a run reads one pass after the other, and an order may hold millions of segments
-def _shuffled(key: tuple[int, ...], segments: int) -> Places:
-    """Segments in the order they are read."""
+def _shuffled(key: tuple[int, ...], segments: int) -> Indices:
+    """Return the segments in the order in which they are read."""
     return np.random.default_rng(key).permutation(segments)
 
 
 @lru_cache(maxsize=16)
 def _place_of_last(key: tuple[int, ...], segments: int) -> int:
-    """When the last segment of the text is read."""
+    """Return the position of the text's last segment in that order."""
     return int(np.argmax(_shuffled(key, segments)))
 
 

@@ -1,8 +1,7 @@
-"""Which stage, shape and place in the data a step has: a pure function of the step.
+"""The stage, shapes and place in the data of a step, as a pure function of the step.
 
-A run is a list of passes. A pass opens its lanes anew, so every cache is empty then; it is opened by an epoch or by
-a stage. A stage that opens in mid-epoch hands out what the stage before left unread, so no token is read twice and
-none is lost.
+A run is a list of passes. An epoch or a stage begins a new pass, whose lanes start with empty caches. A stage that
+begins in the middle of an epoch reads what the stage before left unread, so that no token is read twice or lost.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Stage:
 
     def __str__(self) -> str:
         return (
-            f"stage {self.index + 1}: {self.rows} x {self.segment_length} tokens a rank, "
+            f"stage {self.index + 1}: {self.rows} x {self.segment_length} tokens per rank, "
             f"{self.accumulation} x {self.micro_rows} rows at once, cache {self.cache_length}"
         )
 
@@ -47,23 +46,23 @@ class StepPlan:
     step: int
     stage: Stage
     epoch: int  # from 0
-    turn: int  # how many segments each row has read since its lanes were opened
-    lanes: Pass
+    turn: int  # the number of segments that each row has read since its lane was opened
+    reading_pass: Pass
 
     @property
     def opens_lanes(self) -> bool:
-        """No text before these rows: every cache is empty."""
+        """True if there is no text before these rows: every cache is empty."""
         return self.turn == 0
 
     @property
     def tokens(self) -> int:
-        """Target tokens of this step over all data-parallel ranks."""
-        return self.lanes.tokens_at(self.turn)
+        """Return the number of target tokens of this step, over all data-parallel ranks."""
+        return self.reading_pass.tokens_at(self.turn)
 
     def read(self, *, data_rank: int, micro: int) -> Reading:
-        """What one micro-batch reads; the global batch does not depend on how it is split."""
+        """Return the tokens of one micro-batch; the global batch does not depend on how it is split."""
         first = (data_rank * self.stage.accumulation + micro) * self.stage.micro_rows
-        return self.lanes.read(self.turn, np.arange(first, first + self.stage.micro_rows))
+        return self.reading_pass.read(self.turn, np.arange(first, first + self.stage.micro_rows))
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,14 @@ class _Stretch:
     first_step: int
     stage: Stage
     epoch: int
-    lanes: Pass
+    reading_pass: Pass
 
 
 class StageSchedule:
     """`plan(step)` for a run over a corpus of `corpus_tokens`, on `data_parallel` ranks.
 
-    `history` is (first step, tokens an update) of every grid the run had before: a run that goes on with another number
-    of tokens an update opens its lanes anew, on what was unread."""
+    `history` is (first step, tokens per update) of every grid the run has had: a run that is resumed with another
+    number of tokens per update begins a new pass over what was unread."""
 
     def __init__(
         self, run: RunConfig, *, corpus_tokens: int, data_parallel: int, history: tuple[tuple[int, int], ...] = ()
@@ -106,26 +105,27 @@ class StageSchedule:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is outside the schedule of {self.total_steps} steps")
         stretch = self._stretches[bisect_right(self._firsts, step) - 1]
-        return StepPlan(step, stretch.stage, stretch.epoch, step - stretch.first_step, stretch.lanes)
+        return StepPlan(step, stretch.stage, stretch.epoch, step - stretch.first_step, stretch.reading_pass)
 
     def tokens_before(self, step: int) -> int:
-        """Target tokens of all steps before this one, over all data-parallel ranks."""
+        """Return the number of target tokens of all steps before this one, over all data-parallel ranks."""
         total = 0
         for stretch, following in zip(self._stretches, [*self._firsts[1:], self.total_steps], strict=True):
             turns = min(step, following) - stretch.first_step
             if turns <= 0:
                 break
-            total += stretch.lanes.tokens_before(turns)
+            total += stretch.reading_pass.tokens_before(turns)
         return total
 
     def place_of(self, step: int) -> dict[str, int | str]:
-        """How far the text has been read before a step. Equal places: no token is lost or read twice by resuming."""
+        """Return how far the text has been read before a step. Where two schedules agree on it, one can resume the
+        other without losing or repeating a token."""
         if step == 0:
-            return {"epoch": 0, "pass": Unread.whole(self.corpus_tokens).digest}
+            return {"epoch": 0, "pass": Unread.entire(self.corpus_tokens).digest}
         before = self.plan(step - 1)
-        if before.turn + 1 < before.lanes.steps:
-            return {"epoch": before.epoch, "pass": before.lanes.place(before.turn + 1)}
-        return {"epoch": before.epoch + 1, "pass": Unread.whole(self.corpus_tokens).digest}
+        if before.turn + 1 < before.reading_pass.steps:
+            return {"epoch": before.epoch, "pass": before.reading_pass.place(before.turn + 1)}
+        return {"epoch": before.epoch + 1, "pass": Unread.entire(self.corpus_tokens).digest}
 
     def is_at(self, step: int, place: Mapping[str, int | str]) -> bool:
         """True if a checkpoint with this place can be resumed at this step."""
@@ -133,18 +133,18 @@ class StageSchedule:
             return False
         if "unread" not in place:
             return self.place_of(step) == place
-        return self._unread_at(step) == place  # as earlier versions wrote it: a digest of all that is left
+        return self._unread_at(step) == place  # earlier versions wrote a digest of all that is left
 
     def _unread_at(self, step: int) -> dict[str, int | str]:
-        whole = Unread.whole(self.corpus_tokens).digest
+        entire = Unread.entire(self.corpus_tokens).digest
         if step == 0:
-            return {"epoch": 0, "unread": whole}
+            return {"epoch": 0, "unread": entire}
         before = self.plan(step - 1)
-        left = before.lanes.after(before.turn + 1)
-        return {"epoch": before.epoch + (not left.tokens), "unread": left.digest if left.tokens else whole}
+        left = before.reading_pass.after(before.turn + 1)
+        return {"epoch": before.epoch + (not left.tokens), "unread": left.digest if left.tokens else entire}
 
     def stages_from(self, step: int) -> tuple[Stage, ...]:
-        """The stages that still have steps to do."""
+        """Return the stages that have steps left."""
         return () if step >= self.total_steps else self.stages[self.plan(step).stage.index :]
 
     def first_step_of(self, stage: Stage) -> int:
@@ -157,24 +157,26 @@ class StageSchedule:
         return step + 1 == self.total_steps or self.opens_stage(step + 1)
 
     def _lay_out(self, extents: tuple[StageConfig, ...]) -> Iterator[tuple[_Stretch, int]]:
-        whole = Unread.whole(self.corpus_tokens)
-        step, epoch, unread = 0, 0, whole
+        entire = Unread.entire(self.corpus_tokens)
+        unread = entire
+        step = 0
+        epoch = 0
         for stage, extent in zip(self.stages, extents, strict=True):
             end_step = step + extent.steps if extent.steps else None
             end_epoch = epoch + extent.epochs if extent.epochs else None
             tokens_left = extent.tokens
             while step != end_step and epoch != end_epoch and (tokens_left is None or tokens_left > 0):
-                lanes = self._open(stage, unread, epoch, step)
+                reading_pass = self._open(stage, unread, epoch, step)
                 ends = [last - step for last in (end_step, self._next_grid(step)) if last is not None]
-                steps = min([lanes.steps, *ends])
+                steps = min([reading_pass.steps, *ends])
                 if tokens_left is not None:
-                    steps = min(steps, -(-tokens_left // (lanes.rows * lanes.segment_length)))
-                yield _Stretch(step, stage, epoch, lanes), steps
+                    steps = min(steps, -(-tokens_left // (reading_pass.rows * reading_pass.segment_length)))
+                yield _Stretch(step, stage, epoch, reading_pass), steps
                 step += steps
-                left = lanes.after(steps)
+                left = reading_pass.after(steps)
                 if tokens_left is not None:
                     tokens_left -= unread.tokens - left.tokens
-                epoch, unread = (epoch, left) if left.tokens else (epoch + 1, whole)
+                epoch, unread = (epoch, left) if left.tokens else (epoch + 1, entire)
 
     def _next_grid(self, step: int) -> int | None:
         return next((first for first, _ in self.history if first > step), None)
@@ -193,8 +195,9 @@ class StageSchedule:
 
 
 def resolve_stage(run: RunConfig, index: int) -> Stage:
-    """Rows, micro-batch rows and accumulation of a stage, from the tokens per batch and the memory bound."""
-    config, tokens = run.stages[index], run.data.tokens_per_batch
+    """Return a stage with its rows and micro-batch rows, from the tokens per batch and the memory bound."""
+    config = run.stages[index]
+    tokens = run.data.tokens_per_batch
     rows = tokens // config.segment_length
     most = max(1, (run.parallel.micro_tokens or tokens) // config.segment_length)
     micro_rows = config.micro_rows or max(n for n in divisors_of(rows) if n <= most)

@@ -1,4 +1,4 @@
-"""What of an epoch has not been trained on yet: stretches of the token stream, laid end to end."""
+"""The part of an epoch that has not been trained on yet, as a list of ranges of the token stream."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Stretch i is stream[starts[i]:stops[i]]; a *place* counts through all stretches as if they were one. There may be
-    millions of them, so what is computed over all is computed once."""
+    """Ranges of the token stream: range i is stream[starts[i]:stops[i]]. A *place* is an index into all of them, laid
+    end to end. There may be millions, so what is computed over all is computed once."""
 
-    starts: Places
-    stops: Places
+    starts: Indices
+    stops: Indices
 
     @classmethod
-    def whole(cls, tokens: int) -> Unread:
+    def entire(cls, tokens: int) -> Unread:
         return cls(np.array([0]), np.array([tokens]))
 
     @cached_property
     def tokens(self) -> int:
         return int((self.stops - self.starts).sum())
 
-    def in_stream(self, places: Places) -> Places:
-        """Where in the token stream these places are."""
+    def in_stream(self, places: Indices) -> Indices:
+        """Return the indices of these places in the token stream."""
         begins = self._begins
-        stretch = np.searchsorted(begins, places, side="right") - 1
-        return places - begins[stretch] + self.starts[stretch]
+        owner = np.searchsorted(begins, places, side="right") - 1
+        return places - begins[owner] + self.starts[owner]
 
-    def keep(self, starts: Places, stops: Places) -> Unread:
-        """What remains when only the places starts[i]..stops[i] (ascending, apart) are still unread."""
-        some = stops > starts
-        starts, stops = starts[some], stops[some]
+    def keep(self, starts: Indices, stops: Indices) -> Unread:
+        """Return what remains when only the places starts[i]..stops[i] (ascending, disjoint) are still unread."""
+        nonempty = stops > starts
+        starts = starts[nonempty]
+        stops = stops[nonempty]
         joints = self._begins[1:]
         owner = np.searchsorted(starts, joints, side="right") - 1
         inside = (owner >= 0) & (joints > starts[owner]) & (joints < stops[owner]) if len(starts) else joints < 0
@@ -47,14 +48,14 @@ class Unread:
 
     @cached_property
     def digest(self) -> str:
-        """The same for the same tokens, however they are cut into stretches."""
+        """Return a digest that is the same for the same tokens, however they are cut into ranges."""
         apart = np.concatenate([[True], self.starts[1:] != self.stops[:-1], [True]])
         merged = np.concatenate([self.starts[apart[:-1]], self.stops[apart[1:]]])
         return hashlib.sha256(merged.astype("<i8").tobytes()).hexdigest()[:16]
 
     @cached_property
-    def _begins(self) -> Places:
-        """The place at which each stretch begins."""
+    def _begins(self) -> Indices:
+        """Return the place at which each range begins."""
         lengths = self.stops - self.starts
-        begins: Places = np.cumsum(lengths) - lengths
+        begins: Indices = np.cumsum(lengths) - lengths
         return begins

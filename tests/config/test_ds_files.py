@@ -113,7 +113,7 @@ def test_bad_settings_are_told_in_one_line(tmp_path: Path, text: str, told: str)
 
 
 class TestBatch:
-    """Two stages of 24 tokens a rank: 6 rows of 4, three at once, and 3 rows of 8, one at once."""
+    """Two stages of 24 tokens per rank: 6 rows of 4, three at once, and 3 rows of 8, one at once."""
 
     def test_left_out_it_is_derived(self) -> None:
         assert completed({}, tiny_run(stages=TWO_STAGES))["train_micro_batch_size_per_gpu"] == 1
@@ -137,7 +137,7 @@ class TestBatch:
     )
     def test_fighting(self, key: str, given: int, right: int) -> None:
         run = tiny_run(stages=TWO_STAGES, deepspeed="ds.json")
-        message = rf"ds\.json: {key} is {given}, but stage 1 .*6 rows of 4 a rank.*makes it {right}; leave it out"
+        message = rf"ds\.json: {key} is {given}, but stage 1 .*6 rows of 4 per rank.*makes it {right}; leave it out"
         with pytest.raises(UserError, match=message):
             completed({key: given}, run)
 

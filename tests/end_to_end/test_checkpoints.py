@@ -105,7 +105,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path) -> None:
     file = next((run.output.path / "checkpoints" / "global_step6").glob("*optim_states.pt"))
     file.write_bytes(file.read_bytes()[:-1])
     told = command("convert", "export", run.output.path / "checkpoints", "--output", folder / "no", code=2)["error"]
-    assert "is not whole" in told
+    assert "is not complete" in told
     assert file.name in told
     assert not (folder / "no").exists()
 

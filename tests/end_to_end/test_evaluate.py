@@ -233,7 +233,7 @@ DAMAGED = {
     "cutoffs beyond the vocabulary": (with_config(vocab_size=15), ["config.json: vocab_size is 15", "[10, 20]"]),
     "an eos beyond the vocabulary": (with_config(eos=37), ["config.json: vocab_size is 37", "eos (37)"]),
     "no weights": (without_weights, ["model.safetensors: no such file"]),
-    "truncated weights": (cut("model/model.safetensors"), ["model.safetensors: not a whole safetensors file"]),
+    "truncated weights": (cut("model/model.safetensors"), ["model.safetensors: not a complete safetensors file"]),
     "weights of another shape": (with_another_shape, ["model.safetensors: blocks.1.up.bias is [33]", "wants [32]"]),
     "another tensor": (with_another_tensor, ["model.safetensors", "'blocks.1.sideways' is in one only"]),
     "no data": (without_store, ["valid.bin: no such file; a token store is"]),

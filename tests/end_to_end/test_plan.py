@@ -202,7 +202,7 @@ def test_without_a_corpus_the_vocabulary_must_be_given() -> None:
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage is 4; it must be 0, 1, 2 or 3"),
         ({"zero_optimization": []}, "zero_optimization is []"),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "big"}}, 'reduce_bucket_size is "big"'),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type Muon: DeepSpeed computes it otherwise"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type Muon: DeepSpeed computes it differently"),
         ({"bf16": True}, "bf16 is true"),
     ],
 )

@@ -241,11 +241,11 @@ def with_a_foreign_cache(model: ShortformerForCausalLM) -> None:
 REFUSALS: dict[str, tuple[Callable[[ShortformerForCausalLM], object], str]] = {
     "padding behind a text that goes on": (right_padded, "padding inside a text; pad on the left"),
     "padding inside a text": (with_a_hole, "padding inside a text; pad on the left"),
-    "a cache of another model": (with_a_foreign_cache, "is a DynamicCache; it must be one that this model gave out"),
-    "hidden states": (lambda model: model(torch.tensor([[2]]), output_hidden_states=True), "gives logits only"),
+    "a cache of another model": (with_a_foreign_cache, "is a DynamicCache; it must be one that this model returned"),
+    "hidden states": (lambda model: model(torch.tensor([[2]]), output_hidden_states=True), "returns logits only"),
     "drafts": (
         lambda model: model.generate(torch.tensor([[2, 5, 2, 5]]), prompt_lookup_num_tokens=2, max_new_tokens=9),
-        "tokens cannot be taken back",
+        "tokens cannot be removed from the cache",
     ),
     "a static cache": (
         lambda model: model.generate(torch.tensor([[2, 5]]), cache_implementation="static", max_new_tokens=2),

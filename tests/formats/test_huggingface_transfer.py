@@ -188,7 +188,7 @@ BAD_FOLDERS = {
     "a word for a number": (settings_with(layers="two"), 'config.json: model.layers is "two"'),
     "half a file of settings": (holding("config.json", '{"model_type": "shortf'), "config.json: not valid JSON"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors: no such file"),
-    "half the weights": (truncated, "model.safetensors: not a whole safetensors file"),
+    "half the weights": (truncated, "model.safetensors: not a complete safetensors file"),
 }
 
 

@@ -66,5 +66,5 @@ def test_another_model_and_a_finished_one_are_refused(folder: Path) -> None:
     with pytest.raises(ProcessRaisedException, match=r"its model.layers is 3, not 2"):
         on_ranks(starting_at(run, folder / "other", "second"), 1)
     transfer(run_checkpoint.read(run.output.path), model_folder, folder / "finished")
-    with pytest.raises(ProcessRaisedException, match="has done 8 steps, and this run's stages end at 8"):
+    with pytest.raises(ProcessRaisedException, match="has done 8 steps, but this run's stages end at 8"):
         on_ranks(starting_at(run, folder / "finished", "second"), 1)

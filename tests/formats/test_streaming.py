@@ -66,7 +66,7 @@ def write_with_momentum(folder: Path, source: ModelSource) -> None:
     data = source.config.as_data()
     config = ModelFolderConfig.parse(data | {"training": data["training"] | {"optimizer": "nag"}}, source=str(folder))
     with_momentum = replace(source, config=config, state=lambda name: {"momentum_buffer": source.weight(name)})
-    model_folder.write_whole(folder, with_momentum)
+    model_folder.write_atomically(folder, with_momentum)
 
 
 @pytest.fixture(scope="module")

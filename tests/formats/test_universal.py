@@ -74,7 +74,7 @@ def write_folder(folder: Path, kind: str, optimizer: str | None) -> ModelFolderC
     source = ModelSource(
         folder, config, weights.__getitem__, tiny_dictionary, states.__getitem__ if optimizer else None
     )
-    model_folder.write_whole(folder, source)
+    model_folder.write_atomically(folder, source)
     return config
 
 

@@ -120,7 +120,7 @@ def test_a_wrong_shape_is_found_in_the_stage_that_has_it(tmp_path: Path) -> None
     rehearsal = in_child(_with_too_few_positions, small_run(tmp_path, CASES[0], lengths=(64, 128)))
     assert [each.stage.segment_length for each in rehearsal.stages] == [64]
     assert rehearsal.failure is not None
-    assert rehearsal.failure.startswith("stage 2: 8 x 128 tokens a rank")
+    assert rehearsal.failure.startswith("stage 2: 8 x 128 tokens per rank")
     assert "RuntimeError: Attempting to broadcast" in rehearsal.failure
 
 

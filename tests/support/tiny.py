@@ -20,7 +20,7 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer, WordDictionary
 from megatron_style.formats.fairseq import fairseq_names
 from megatron_style.formats.formats import open_model
-from megatron_style.formats.model_folder import write_whole
+from megatron_style.formats.model_folder import write_atomically
 from megatron_style.formats.source import ModelSource
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
@@ -69,7 +69,7 @@ def write_tiny_model(
 def write_model(
     folder: Path, config: ModelFolderConfig, weight: Callable[[str], Tensor], tokenizer: Tokenizer | None
 ) -> None:
-    write_whole(folder, ModelSource(folder, config, weight, lambda: tokenizer))
+    write_atomically(folder, ModelSource(folder, config, weight, lambda: tokenizer))
 
 
 def fairseq_state(kind: str = "adaptive", **settings: Any) -> dict[str, Any]:
