@@ -1,4 +1,4 @@
-"""What share of a GPU's peak a run that was measured has reached."""
+"""Calibration: the share of a GPU's peak that a recorded run has reached."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from megatron_style.schedule.stages import resolve_stage
 
 
 def measured_efficiency(folder: Path, gpu: Gpu) -> float:
-    """The median over the steps that the run in this folder recorded, on GPUs of this kind."""
+    """Return the median efficiency over the steps that this folder's run recorded, assuming it ran on such GPUs."""
     for name in ("run.yaml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise UserError(f"--calibrate {folder}: no {name} in it; the folder of a run is expected")
-    run, events = load_run(folder / "run.yaml"), read_events(folder / "metrics.jsonl")
-    events = [event for event in events if event["kind"] != "train" or event.get("tokens_per_second")]
+    run = load_run(folder / "run.yaml")
+    recorded = read_events(folder / "metrics.jsonl")
+    events = [event for event in recorded if event["kind"] != "train" or event.get("tokens_per_second")]
     trained = [event for event in events if event["kind"] == "train"]
     if not trained:
-        raise UserError(f"--calibrate {folder}: its run has recorded no training yet; one that has is expected")
+        raise UserError(f"--calibrate {folder}: its run has not recorded any training yet; choose one that has")
     efficiency = median(_efficiencies(run, events, _setup(run, trained, folder), gpu))
     if not 0 < efficiency <= 1:
         raise UserError(
             f"--calibrate {folder}: its steps reach {efficiency:.2g} of the peak of {gpu.name}; "
-            f"name with --gpu the GPU that it ran on"
+            f"set --gpu to the GPU that it ran on"
         )
     return efficiency
 
 
 def _setup(run: RunConfig, trained: Sequence[Event], folder: Path) -> Setup:
-    """The record does not say how many ranks there were, but how many tokens each step has had."""
+    """Return the run's setup. The number of ranks is not recorded, so it is derived from the tokens per step."""
     try:
         text = text_facts(run)
     except UserError as error:
