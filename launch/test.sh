@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, types and the whole test suite, by two workers. Arguments go to pytest: ./launch/test.sh -n 0 -k lanes
+# Lint, types and the full test suite, with two workers. Arguments are passed to pytest: ./launch/test.sh -n 0 -k lanes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -7,5 +7,5 @@ install_requirements requirements-dev.txt
 ruff check .
 ruff format --check .
 mypy
-# In the order of the files: by default the few slow tests of some would come last, and leave one worker waiting.
+# In the order of the files: by default the few slow tests of some would come last, and keep one worker idle.
 exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
