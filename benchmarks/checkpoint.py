@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py [--folder DIR] [--zero 1] [--rounds 3]
 
-Two ranks on the CPU, a model of 38M parameters with Adam's state. Every round writes raw, saves and loads; the ratios
-of the medians are printed. 1.0 means: as fast as a raw write with fsync.
+Two ranks on the CPU, a model of 38M parameters with Adam's state. Every round writes raw, saves and loads. The ratios
+of the medians are printed; 1.0 is the speed of a raw write with fsync.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.schedule.stages import StageSchedule
 
-RANKS, VOCAB_SIZE, CORPUS_TOKENS = 2, 20_000, 1_000_000
+RANKS = 2
+VOCAB_SIZE = 20_000
+CORPUS_TOKENS = 1_000_000
 
 
 def make_run(folder: Path, zero: int) -> RunConfig:
@@ -53,7 +55,7 @@ def make_run(folder: Path, zero: int) -> RunConfig:
 
 
 def measure(run: RunConfig, rounds: int) -> list[tuple[float, float, float, int]]:
-    """Seconds of raw write, save and load, and bytes, of each round."""
+    """Return the seconds of raw write, save and load, and the bytes, of each round."""
     with distributed_session(tensor=1) as topology:
         schedule = StageSchedule(run, corpus_tokens=CORPUS_TOKENS, data_parallel=RANKS)
         engine = build_engine(run, schedule, VOCAB_SIZE, topology)
@@ -61,7 +63,8 @@ def measure(run: RunConfig, rounds: int) -> list[tuple[float, float, float, int]
         nll, cache, *_ = engine.forward(ids, ids, engine.model.empty_memory(8, 64), None)
         engine.accumulate(nll.mean(), is_last=True)
         engine.update(0.001)  # makes the optimizer's state
-        store, found = CheckpointStore(run, topology), []
+        store = CheckpointStore(run, topology)
+        found = []
         for step in range(1, rounds + 1):
             begin = time.perf_counter()
             store.save(engine, Progress(step, (cache,)), schedule)
@@ -94,7 +97,9 @@ def raw_write(path: Path, size: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="a folder on the disk to measure; default: the system's temporary one"
+    )
     parser.add_argument("--zero", type=int, default=1, choices=range(4))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

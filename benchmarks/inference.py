@@ -1,10 +1,10 @@
-"""What a token costs, as ratios measured side by side in one run, each beside the mark it is held against.
+"""The cost of a token, as ratios measured side by side in one run, each next to its target.
 
     python benchmarks/inference.py [--layers 6] [--hidden 512] [--length 512] [--rounds 20] [--json]
 
-On this machine's CPU, with as many threads as torch takes. The two sides of a ratio take turns, so that whatever else
-runs here slows both; a ratio is the median of its rounds. Batching of windows is measured with the model and with a
-tiny one: it saves calls, not arithmetic, and one window of a larger model already keeps a CPU busy.
+On this machine's CPU, with torch's default number of threads. The two sides of a ratio take turns, so that other work
+on the machine slows both; a ratio is the median of its rounds. Batching of windows is measured with the model and with
+a tiny one: it saves calls, not arithmetic, and one window of a larger model already keeps a CPU busy.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from megatron_style.model.vocabulary import AdaptiveVocabulary
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
 
-WINDOW, STRIDE = 128, 32  # tokens, of what is batched
-Work = Callable[[], int]  # says how many tokens it has done
+WINDOW, STRIDE = 128, 32  # tokens, where windows are batched
+Work = Callable[[], int]  # returns the number of tokens that it has processed
 
 
 @dataclass(frozen=True)
 class Result:
     name: str
-    milliseconds: tuple[float, float]  # a token, of either side
+    milliseconds: tuple[float, float]  # per token, of either side
     ratio: float
     mark: str
     met: bool
 
 
 def compare(name: str, one: Work, other: Work, rounds: int, *, least: float = 0, most: float = float("inf")) -> Result:
-    """How many times as long a token of `one` takes as a token of `other`."""
-    one(), other()
-    pairs = [(seconds_a_token(one), seconds_a_token(other)) for _ in range(rounds)]
+    """Measure the time per token of `one` relative to that of `other`."""
+    one()
+    other()
+    pairs = [(seconds_per_token(one), seconds_per_token(other)) for _ in range(rounds)]
     first, second = (1000 * statistics.median(side) for side in zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
     mark = f"at least {least}" if least else f"at most {most}"
     return Result(name, (first, second), ratio, mark, met=least <= ratio <= most)
 
 
-def seconds_a_token(work: Work) -> float:
+def seconds_per_token(work: Work) -> float:
     begin = time.perf_counter()
     tokens = work()
     return (time.perf_counter() - begin) / tokens
@@ -71,12 +72,12 @@ def make_model(layers: int, hidden: int, frequent: int = 5_000) -> Shortformer:
 
 
 def text_of(tokens: int) -> torch.Tensor:
-    """Of the 500 most frequent."""
+    """Return random tokens, drawn from the 500 most frequent."""
     return torch.randint(0, 500, (tokens,), generator=torch.Generator().manual_seed(0))
 
 
 def walk_from(model: Shortformer, place: int, length: int, tokens: int) -> Work:
-    """Some tokens at a time, one by one, behind a text that ends at this place."""
+    """Return work that decodes `tokens` tokens, one by one, after a text that ends at `place`."""
     decoder = Decoder(model, rows=1, segment_length=length, cache_length=length)
     decoder.read(text := text_of(place))
     following = itertools.cycle(text.split(1))
@@ -90,7 +91,7 @@ def walk_from(model: Shortformer, place: int, length: int, tokens: int) -> Work:
 
 
 def window_anew(model: Shortformer, length: int) -> Work:
-    """One token at the end of a window that is encoded for it alone."""
+    """Return work that encodes a window for its last token only."""
     ids = text_of(length)[None]
 
     def work() -> int:
@@ -101,7 +102,7 @@ def window_anew(model: Shortformer, length: int) -> Work:
 
 
 def weights_once(model: Shortformer) -> Work:
-    """Bare products with what a frequent token needs: the weights of the blocks and the first band."""
+    """Return work that multiplies a vector with each weight that a frequent token needs: blocks and first band."""
     weights = [param for param in model.blocks.parameters() if param.dim() == 2]
     weights.append(cast(AdaptiveVocabulary, model.vocabulary).bands[0].table.weight)
     vectors = [torch.randn(weight.shape[1]) for weight in weights]
@@ -138,9 +139,11 @@ def batching(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
 
 @torch.no_grad()
 def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Result]:
-    model, fewer = make_model(layers, hidden), max(1, rounds // 2)
-    # At either place the rounds walk half a segment, with the mean context in its middle: a segment and a half.
-    early, late, tokens = length * 9 // 4, length * 77 // 4, max(1, length // 2 // (rounds + 1))
+    model = make_model(layers, hidden)
+    fewer = max(1, rounds // 2)
+    # At either place the rounds decode half a segment, in the middle of which the context has its mean length.
+    early, late = length * 9 // 4, length * 77 // 4
+    tokens = max(1, length // 2 // (rounds + 1))
 
     def walk(place: int) -> Work:
         return walk_from(model, place, length, tokens)
@@ -148,8 +151,8 @@ def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Resu
     yield compare("window encoded anew / token by token", window_anew(model, length), walk(early), rounds, least=20)
     yield compare(f"token {late:,} / token {early:,}", walk(late), walk(early), rounds, most=1.05)
     yield compare("token by token / weights read once", walk(early), weights_once(model), rounds, most=2)
-    whole = evaluation(model, Protocol("nonoverlapping", WINDOW, batch_rows=16), 32)
-    yield compare("nonoverlapping / forward pass", whole, forward_pass(model, 16), fewer, most=1.15)
+    segments = evaluation(model, Protocol("nonoverlapping", WINDOW, batch_rows=16), 32)
+    yield compare("nonoverlapping / forward pass", segments, forward_pass(model, 16), fewer, most=1.15)
     yield batching(f"{layers} x {hidden}", model, 8, fewer)
     yield batching("2 x 32", make_model(2, 32, frequent=500), 32, fewer)
 
@@ -158,16 +161,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--length", type=int, default=512, help="of segment and cache, where tokens come one by one")
-    parser.add_argument("--rounds", type=int, default=20, help="how often each ratio is measured")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
+    parser.add_argument(
+        "--length", type=int, default=512, help="segment and cache length, where tokens are decoded one by one"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="measurements per ratio")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     args = parser.parse_args()
     results = measure(args.layers, args.hidden, args.length, args.rounds)
     if args.json:
         print(json.dumps({"threads": torch.get_num_threads(), "results": [asdict(result) for result in results]}))
         return
     print(f"{args.layers} layers, {args.hidden} wide, segments of {args.length}; {torch.get_num_threads()} threads")
-    print(f"{'':38}{'ms a token':>18}{'ratio':>9}")
+    print(f"{'':38}{'ms per token':>18}{'ratio':>9}")
     for result in results:
         first, second = result.milliseconds
         print(

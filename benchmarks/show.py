@@ -1,4 +1,4 @@
-"""The training benchmark's figures as tables, as a picture, and beside older ones."""
+"""The training benchmark's figures as tables, as a chart, and compared with older ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MARKS = {"L=128 cached": (1.5, 0.6), "L=512 cached": (1.5, 0.5), "L=3072": (1.8,
 
 
 def show(found: Found) -> None:
-    print(f"\n{found['model']}, {found['tokens']} tokens a batch")
+    print(f"\n{found['model']}, {found['tokens']} tokens per batch")
     print(f"{'':14}{'ours':>10}{'plain':>10}{'ours/plain':>12}{'of matmul':>11}{'memory':>9}{'plain':>9}")
     for name, line in found["lengths"].items():
         ours, plain = line["tokens_per_second"]
-        mine, theirs = (peak / 2**30 for peak in line["peak_bytes"])
+        our_peak, plain_peak = (peak / 2**30 for peak in line["peak_bytes"])
         print(
             f"{name:14}{ours:10,.0f}{plain:10,.0f}{line['against_plain']:12.2f}{line['share_of_matmul']:11.1%}"
-            f"{mine:8.2f}G{theirs:8.2f}G"
+            f"{our_peak:8.2f}G{plain_peak:8.2f}G"
         )
     for part in ("ours", "zero", "grids"):
         for name, speed in found[part].items():
@@ -29,12 +29,13 @@ def show(found: Found) -> None:
             print(f"{name:34}{speed:10,.0f} tokens/s{speed / first:8.2f}")
     print()
     for text, value, mark, met in judged(found):
-        print(f"{'met   ' if met else 'SHORT '} {text}: {value:.2f}, asked: {mark}")
+        print(f"{'met   ' if met else 'SHORT '} {text}: {value:.2f}, target: {mark}")
 
 
 def judged(found: Found) -> Iterator[tuple[str, float, str, bool]]:
-    """What is asked for, and whether it was found."""
-    lengths, grids = found["lengths"], found["grids"]
+    """Yield each figure that has a target, and whether it meets it."""
+    lengths = found["lengths"]
+    grids = found["grids"]
     for name, (plain, matmul) in MARKS.items():
         if name not in lengths:
             continue
@@ -68,10 +69,10 @@ def chart(found: Found, path: Path) -> None:
 
 
 def difference(old: Found, new: Found) -> None:
-    """Ratios only: seconds of two days cannot be compared."""
+    """Print the change of each ratio. Seconds that were measured on different days are not comparable."""
     for key in ("model", "tokens"):
         if old[key] != new[key]:
-            print(f"\nnot compared: the old figures are of {key} {old[key]}, these of {new[key]}")
+            print(f"\nnot compared: the old figures have {key} {old[key]}, these {new[key]}")
             return
     print("\nold -> new")
     for name, line in new["lengths"].items():
@@ -80,7 +81,8 @@ def difference(old: Found, new: Found) -> None:
             continue
         for key in ("against_plain", "share_of_matmul"):
             print(f"{name:14}{key:16}{before[key]:8.2f} -> {line[key]:.2f}  ({line[key] / before[key] - 1:+.1%})")
-        memory, was = line["peak_bytes"][0], before["peak_bytes"][0]
+        was = before["peak_bytes"][0]
+        memory = line["peak_bytes"][0]
         print(f"{name:14}{'peak memory':16}{was / 2**30:7.2f}G -> {memory / 2**30:.2f}G  ({memory / was - 1:+.1%})")
 
 

@@ -1,14 +1,14 @@
-"""What a trained token costs, as ratios measured side by side in one run.
+"""The cost of a trained token, as ratios measured side by side in one run.
 
     python -m benchmarks.train [--model medium|paper] [--lengths 128 512] [--tokens 9216] [--rounds 3] [--skip-grids]
                                [--output speed.json] [--chart speed.svg] [--compare old.json]
 
-On this machine's CPU in float32, without dropout. For each segment length take turns: this trainer (`ours`), the same
-model written plainly (`plain`, see benchmarks/plain), and the machine's own matrix products. Then ours at all lengths,
-and under every ZeRO stage at the first of them. What takes turns is slowed alike by whatever else runs here; a figure
-is the median of its rounds. Then the ways to use two cores, and peak memory, each in processes of its own.
+On this machine's CPU in float32, without dropout. For each segment length, three take turns: this trainer (`ours`), the
+same model written plainly (`plain`, see benchmarks/plain), and bare matrix products. Then ours at all lengths, and at
+the first of them under every ZeRO stage. Other work on the machine slows all that take turns alike; a figure is the
+median of its rounds. Then the ways to use two cores, and peak memory, each in separate processes.
 
-Of `--model paper` all lengths and ZeRO stages at once do not fit into 24 GB: give one length and --skip-grids.
+With `--model paper`, all lengths and ZeRO stages together do not fit into 24 GB: give one length and --skip-grids.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from megatron_style.engine.memory import forget_peak, peak_bytes
 from megatron_style.engine.session import distributed_session
 
 CPU = torch.device("cpu")
-GRIDS = {  # ranks, of which tensor-parallel; all with ZeRO 1
+WARM_UP_STEPS = 2
+GRIDS = {  # number of ranks, and tensor-parallel degree; all with ZeRO 1
     ONE_RANK: (1, 1),
     "2 data-parallel ranks": (2, 1),
     "2 tensor-parallel ranks": (2, 2),
 }
-LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # and whether they have a cache
+LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # with a cache or without
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -50,23 +51,26 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def matmul_rate(size: int = 2048) -> float:
-    """FLOP/s of this machine's own matrix product, now."""
-    left, right = torch.randn(size, size), torch.randn(size, size)
+    """Return the FLOP/s of this machine's matrix products at the moment."""
+    left, right = torch.randn(2, size, size)
     return 4 * 2 * size**3 / seconds(lambda: [left @ right for _ in range(4)])
 
 
 def measure_speed(setting: Setting, folder: Path, rounds: int) -> dict[str, Any]:
-    """Ours, plain and the machine in turns. Both start from the same weights and must find the same loss."""
+    """Measure ours, plain and bare matrix products in turns. Both models start from the same weights and must have the
+    same loss."""
     with distributed_session(tensor=1) as topology:
         run = setting.run(folder)
         ours = Ours(run, topology)
         plain = Plain(run, {name: weight.clone() for name, weight in ours.engine.model.state_dict().items()})
-        for _ in range(2):  # the second one has a full cache
+        for _ in range(2):  # the second step has a full cache
             torch.testing.assert_close(ours(), plain(), rtol=1e-4, atol=0)
         taken = [(seconds(ours), seconds(plain), matmul_rate()) for _ in range(rounds)]
     work = setting.tokens * setting.flops_per_token
+    our_seconds = statistics.median(ours for ours, _, _ in taken)
+    plain_seconds = statistics.median(plain for _, plain, _ in taken)
     return {
-        "tokens_per_second": [setting.tokens / statistics.median(side[i] for side in taken) for i in (0, 1)],
+        "tokens_per_second": [setting.tokens / our_seconds, setting.tokens / plain_seconds],
         "against_plain": statistics.median(plain / ours for ours, plain, _ in taken),
         "share_of_matmul": statistics.median(work / ours / rate for ours, _, rate in taken),
         "matmul_gflops": statistics.median(rate for *_, rate in taken) / 1e9,
@@ -74,15 +78,18 @@ def measure_speed(setting: Setting, folder: Path, rounds: int) -> dict[str, Any]
 
 
 def measure_ours(settings: list[Setting], folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Tokens/s at every length, and under every ZeRO stage at the first of them; all in turns."""
+    """Return the tokens/s at every length, and under every ZeRO stage at the first of them; all take turns."""
     with distributed_session(tensor=1) as topology:
         runs = {str(setting): setting.run(folder) for setting in settings}
         runs |= {f"ZeRO {stage}": with_zero(settings[0], folder, stage) for stage in range(4)}
         steps = {name: Ours(run, topology) for name, run in runs.items()}
-        for step in steps.values():
-            step(), step()
-        taken = [{name: seconds(step) for name, step in steps.items()} for _ in range(rounds)]
-    speed = {name: settings[0].tokens / statistics.median(times[name] for times in taken) for name in steps}
+        taken: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(WARM_UP_STEPS + rounds):
+            for name, step in steps.items():
+                spent = seconds(step)
+                if number >= WARM_UP_STEPS:
+                    taken[name].append(spent)
+    speed = {name: settings[0].tokens / statistics.median(times) for name, times in taken.items()}
     return {
         "ours": {str(setting): speed[str(setting)] for setting in settings},
         "zero": {name: speed[name] for name in speed if name.startswith("ZeRO")},
@@ -96,7 +103,7 @@ def with_zero(setting: Setting, folder: Path, stage: int, tensor: int = 1) -> Ru
 
 
 def measure_memory(setting: Setting, folder: Path, side: str) -> int:
-    """Peak bytes of two steps, over what the process used before it had a model."""
+    """Return the peak bytes of two steps, less what the process used before it had a model."""
     forget_peak(CPU)
     before = peak_bytes(CPU)
     with distributed_session(tensor=1) as topology:
@@ -108,16 +115,18 @@ def measure_memory(setting: Setting, folder: Path, side: str) -> int:
 
 
 def measure_grid(setting: Setting, folder: Path, ranks: int, tensor: int) -> list[float]:
-    """Tokens/s of two steps, over all ranks. Two cores in any case."""
+    """Return the tokens/s of two steps, over all ranks, which always use two cores together."""
     torch.set_num_threads(2 // ranks)
     with distributed_session(tensor=tensor) as topology:
-        step, tokens = Ours(with_zero(setting, folder, 1, tensor), topology), setting.tokens * topology.data.size
-        step(), step()
+        step = Ours(with_zero(setting, folder, 1, tensor), topology)
+        tokens = setting.tokens * topology.data.size
+        for _ in range(WARM_UP_STEPS):
+            step()
         return [tokens / seconds(step) for _ in range(2)]
 
 
 def in_own_process(**what: Any) -> Any:
-    """Of this file: what is measured there is not disturbed by what was measured here."""
+    """Run a measurement of this file in a separate process, so that earlier ones do not affect it."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.train", "--child", json.dumps(what)],
         stdout=subprocess.PIPE,
@@ -128,7 +137,8 @@ def in_own_process(**what: Any) -> Any:
 
 
 def child(what: dict[str, Any]) -> object:
-    settings, folder = [Setting(**setting) for setting in what["settings"]], Path(what["folder"])
+    settings = [Setting(**setting) for setting in what["settings"]]
+    folder = Path(what["folder"])
     match what["measure"]:
         case "speed":
             return measure_speed(settings[0], folder, what["rounds"])
@@ -174,9 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("medium", "paper"), default="medium")
     parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=list(LENGTHS))
-    parser.add_argument("--tokens", type=int, default=9_216, help="a batch; a multiple of every length")
+    parser.add_argument("--tokens", type=int, default=9_216, help="per batch; a multiple of every length")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--skip-grids", action="store_true", help="only against plain, and memory")
+    parser.add_argument("--skip-grids", action="store_true", help="measure only the ratios to plain, and memory")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     parser.add_argument("--chart", type=Path, metavar="FILE.svg")
     parser.add_argument("--compare", type=Path, metavar="OLD.json")

@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def flops_per_token(self) -> float:
-        """Of the model itself: what a causal mask hides is not counted."""
+        """Return what the model requires: products that the causal mask hides do not count."""
         run = self.run(Path())
         cache = self.length if self.cached else 0
         return training_flops_per_token(
@@ -69,7 +69,7 @@ class Setting:
 
 
 def write_text(folder: Path, vocab_size: int, tokens: int = 2_000_000) -> None:
-    """Tokens as frequent as Zipf's law has them."""
+    """Write random tokens that are as frequent as Zipf's law says."""
     shares = 1 / np.arange(1, vocab_size + 1)
     text = np.random.default_rng(0).choice(vocab_size, tokens, p=shares / shares.sum())
     with TokenStoreWriter(folder / "train", vocab_size) as writer:
@@ -80,7 +80,9 @@ class Ours:
     """The trainer's own step: reading, forward, backward, update."""
 
     def __init__(self, run: RunConfig, topology: Topology) -> None:
-        self._corpus, self._topology, self._seed = open_corpus(run.data), topology, run.seed
+        self._corpus = open_corpus(run.data)
+        self._topology = topology
+        self._seed = run.seed
         self._schedule = StageSchedule(run, corpus_tokens=len(self._corpus.train), data_parallel=topology.data.size)
         self.engine = build_engine(run, self._schedule, self._corpus.vocab_size, topology)
         self._caches: tuple[Any, ...] = ()
@@ -97,7 +99,7 @@ class Ours:
 
 
 class Plain:
-    """What the paper's code does, on the batches that ours reads."""
+    """The step of the paper's code, on the batches that ours reads."""
 
     def __init__(self, run: RunConfig, weights: dict[str, torch.Tensor] | None = None) -> None:
         self._corpus = open_corpus(run.data)
@@ -113,7 +115,8 @@ class Plain:
     def __call__(self) -> torch.Tensor:
         plan = self._schedule.plan(self._step)
         batch = read_batch(self._corpus.train.tokens, plan.read(data_rank=0, micro=0), eos=self._corpus.eos)
-        inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+        inputs = torch.from_numpy(batch.inputs)
+        targets = torch.from_numpy(batch.targets)
         if plan.opens_lanes or not self._cached:
             self._caches = self._model.empty_caches(len(inputs))
         loss, self._caches = self._model(inputs, targets, self._caches)

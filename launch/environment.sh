@@ -1,11 +1,11 @@
-# Sourced by the other scripts, from the project's root: the virtual environment and the variables processes need.
+# Sourced by the other scripts, from the project's root: sets up the virtual environment and the variables of processes.
 
 export PATH="$PWD/.venv/bin:$PATH"
 export TORCH_EXTENSIONS_DIR="$PWD/.venv/torch_extensions" # one per environment: a stale lock elsewhere hangs the start
 gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi -L || true) | wc -l)
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
 
-# Make .venv and install a requirements file into it, unless that was already done for these very files.
+# Make .venv and install a requirements file into it, unless that was already done for these files.
 install_requirements() {
     local file=$1 python=${PYTHON:-python3} stamp
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -20,12 +20,12 @@ install_requirements() {
     touch "$stamp"
 }
 
-# A port of this machine that nobody listens on.
+# Print a free port of this machine.
 free_port() {
     python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 }
 
-# Run a launcher, hand signals to it and return its exit code. In a session of its own: one Ctrl-C must not reach it twice.
+# Run a launcher in its own session (one Ctrl-C must not reach it twice), pass signals to it and return its exit code.
 run() {
     local name caught=1 code
     setsid python -m megatron_style.supervision.launch "$@" &
@@ -35,14 +35,14 @@ run() {
     return "$code"
 }
 
-# Ends in one line unless the argument is a file; the script's own second line says how it is called.
+# Exit with a one-line error unless the argument is a file; the script's second line is its usage.
 need_file() {
     [ -f "${1:-}" ] && return
     echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2
     exit 2
 }
 
-# Export what ranks on other hosts need, and keep the names for `mpirun -x`: everybody can read values in a command line.
+# Export what ranks on other hosts need, and keep only the names for `mpirun -x`: command lines are public.
 export_carried() {
     local lines line
     lines=$(python -m megatron_style.hosts.forwarded_environment)

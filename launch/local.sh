@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # usage: [PROCESSES=N] ./launch/local.sh RUN.yaml [flags of train]
-# On this machine: a process for each device that DeepSpeed finds (on a CPU: each NUMA node), or N of them.
+# On this machine: one process per device that DeepSpeed finds (on a CPU: per NUMA node), or N processes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: ./launch/mpi.sh HOSTFILE RUN.yaml [flags of train]
-# On the hosts of a hostfile, with Open MPI: a process for each slot. `-m mpi4py` ends all of them when one fails;
-# without it the others would wait for ever.
+# On the hosts of a hostfile, with Open MPI: one process per slot. `-m mpi4py` ends all of them when one fails;
+# without it the others would wait forever.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh

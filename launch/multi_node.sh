@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: ./launch/multi_node.sh HOSTFILE RUN.yaml [flags of train]
 # On the hosts of a hostfile (launch/hostfile.example), over ssh and pdsh, from any one of them. The project, the data
-# and the output lie under the same path on every host.
+# and the output must have the same path on every host.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained, evaluated Shortformer: installs, prepares, trains, evaluates, writes. Run it again to see
-# that it goes on from what exists. Arguments go to the training: ./launch/quickstart.sh --set stages.1.steps=200
+# From nothing to a trained Shortformer: installs, prepares, trains, evaluates, generates, reports. Run again, it
+# resumes from what exists. Arguments are passed to the training: ./launch/quickstart.sh --set stages.1.steps=200
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
@@ -15,9 +15,9 @@ python -m megatron_style.prepare --corpus sotu --output data/sotu
 echo "== train: two stages, $processes processes -> $run"
 run deepspeed --log_level warning --num_accelerators "$processes" --master_port "$(free_port)" \
     --module megatron_style.train run_configs/quickstart.yaml --set output.path="$run" "$@"
-echo "== evaluate: text the model has not seen"
+echo "== evaluate: on text that the model has not seen"
 python -m megatron_style.evaluate "$run/model" --data data/sotu/test --mode cached
-echo "== generate: \"The state of the Union\" goes on ..."
+echo "== generate: a continuation of \"The state of the Union\""
 python -m megatron_style.generate "$run/model" --prompt "The state of the Union" --tokens 60 --top-k 40
 echo "== report"
 python -m megatron_style.report "$run" --output "$run/report.html"

@@ -4,8 +4,8 @@
 #   ./launch/supervise.sh [--hostfile FILE | --processes N] [--retries 5] [--pause 5s] [--stall 30m] \
 #       RUN.yaml [--set section.key=value ...]
 #
-# Exit code: 0 finished, 2 the input is wrong, 75 stopped and saved (SIGTERM, SIGUSR1, first Ctrl-C), 76 diverged,
-# 130 ended at once (second Ctrl-C), 1 given up.
+# Exit code: 0 finished, 2 wrong input, 75 stopped and saved (SIGTERM, SIGUSR1, first Ctrl-C), 76 diverged,
+# 130 ended at once (second Ctrl-C), 1 gave up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh

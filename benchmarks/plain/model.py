@@ -1,4 +1,4 @@
-"""The language model. It has the parameter names of ours, so that both can start from the same weights."""
+"""The language model, with the parameter names of ours, so that both can start from the same weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.positions import sinusoids
 
-LONGEST = 7000  # positions: the paper's code gathers so many for every row, whatever the segment
+LONGEST = 7000  # positions, which the paper's code gathers for every row, whatever the segment
 
 
 class PlainAttention(nn.Module):
@@ -24,7 +24,8 @@ class PlainAttention(nn.Module):
         S = seen.shape[1]
         infused = seen if positions is None else seen + positions
         q = self._heads(self.query(x if positions is None else x + positions[:, S - T :]) * (D // self.heads) ** -0.5)
-        k, v = self._heads(self.key(infused)), self._heads(self.value(seen))
+        k = self._heads(self.key(infused))
+        v = self._heads(self.value(seen))
         mask = torch.cat([x.new_zeros(T, S - T), x.new_full((T, T), float("-inf")).triu(1)], dim=1)
         weights = (torch.bmm(q, k.transpose(1, 2)) + mask).softmax(-1)
         return self.out(torch.bmm(weights, v).view(B, self.heads, T, -1).transpose(1, 2).reshape(B, T, D))
@@ -38,9 +39,11 @@ class PlainBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         D = config.hidden_size
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.attention_norm = nn.LayerNorm(D)
+        self.ffn_norm = nn.LayerNorm(D)
         self.attention = PlainAttention(D, config.heads)
-        self.up, self.down = nn.Linear(D, config.ffn_size), nn.Linear(config.ffn_size, D)
+        self.up = nn.Linear(D, config.ffn_size)
+        self.down = nn.Linear(config.ffn_size, D)
 
     def forward(self, x: Tensor, cached: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         seen = self.attention_norm(x)
@@ -58,7 +61,8 @@ class PlainBand(nn.Module):
 class PlainVocabulary(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        D, factor = config.hidden_size, config.vocabulary.factor
+        D = config.hidden_size
+        factor = config.vocabulary.factor
         self.edges = (0, *config.vocabulary.cutoffs, vocab_size)
         sizes = [last - first for first, last in zip(self.edges, self.edges[1:], strict=False)]
         self.bands = nn.ModuleList(PlainBand(size, D // factor**i, D) for i, size in enumerate(sizes))
@@ -73,8 +77,9 @@ class PlainVocabulary(nn.Module):
         return out
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed over the targets."""
-        first_tail, head = self.edges[1], targets.clone()
+        """Return the loss, summed over the targets."""
+        first_tail = self.edges[1]
+        head = targets.clone()
         total = x.new_zeros(())
         for i, band in enumerate(self.bands[1:]):
             inside = (targets >= self.edges[i + 1]) & (targets < self.edges[i + 2])
@@ -95,12 +100,12 @@ class PlainModel(nn.Module):
         self.register_buffer("table", sinusoids(LONGEST, config.hidden_size), persistent=False)
 
     def forward(self, ids: Tensor, targets: Tensor, caches: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss, and what every block saw: the next segment's cache."""
+        """Return the mean loss and the attention input of every block, which is the next segment's cache."""
         B, T = ids.shape
         x = self.vocabulary.embed(ids) * self.config.hidden_size**0.5
         infused = self.config.positions == "infused"
         S = caches[0].shape[1] + T if infused else T
-        places = torch.arange(LONGEST if infused else S).expand(B, -1)  # for every row, and as many as there may be
+        places = torch.arange(LONGEST if infused else S).expand(B, -1)  # for every row, and the most that can occur
         positions = self.table.index_select(0, places.reshape(-1)).view(*places.shape, -1)[:, :S]
         if not infused:
             x = x + positions

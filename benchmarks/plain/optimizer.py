@@ -13,7 +13,9 @@ class PlainNAG:
 
     def __init__(self, params: Iterable[nn.Parameter], *, momentum: float, clip_norm: float) -> None:
         self.params = list(params)
-        self.momentum, self.clip_norm, self.last_rate = momentum, clip_norm, 0.0
+        self.momentum = momentum
+        self.clip_norm = clip_norm
+        self.last_rate = 0.0
         self.velocities = [torch.zeros_like(param) for param in self.params]
 
     @torch.no_grad()

@@ -1,1 +1,2 @@
-"""The paper's tables, measured: an application on top of all rooms, which uses the commands as processes. No torch."""
+"""Measures the paper's tables: an application on top of the other rooms, which runs the commands as processes. No
+torch."""

@@ -1,6 +1,6 @@
-"""What the paper claims, each as a function of measured figures.
+"""The paper's claims, each as a function of measured figures.
 
-A claim holds if it does with every seed; the evidence has mean and spread.
+A claim holds if it holds with every seed; the evidence has mean and spread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def judge(figures: Mapping[str, Figures | None], test: Test) -> Outcome:
-    """`test` gets the figures of one seed, in the order given."""
+    """Return the outcome of `test`, which is given the figures of one seed in the order of the mapping."""
     found = {name: each for name, each in figures.items() if each is not None}
     missing = [name for name in figures if name not in found]
     if missing or not found:
@@ -61,13 +61,13 @@ def falls(values: Sequence[float]) -> bool:
 
 
 def falls_from_its_peak(values: Sequence[float]) -> bool:
-    """What is short may be slowed by other things; from the fastest on it is the length."""
+    """True if the values fall from the largest on. Before it, something other than the length may slow the run."""
     peak = values.index(max(values))
     return peak + 1 < len(values) and falls(values[peak:])
 
 
 def each_first_is_below(values: Sequence[float]) -> bool:
-    """Of pairs: first, second, first, second, ..."""
+    """True if the first of each pair is below the second; the values are first, second, first, second, ..."""
     return all(first < second for first, second in zip(values[::2], values[1::2], strict=True))
 
 
@@ -80,12 +80,12 @@ def first_is_highest(values: Sequence[float]) -> bool:
 
 
 def within(share: float) -> Test:
-    """All within so much above the lowest."""
+    """Return a test that no value is more than this share above the lowest."""
     return lambda values: max(values) <= (1 + share) * min(values)
 
 
 def first_is_times(factor: float) -> Test:
-    """The first is at least so many times the second."""
+    """Return a test that the first value is at least `factor` times the second."""
     return lambda values: values[0] >= factor * values[1]
 
 
@@ -222,7 +222,7 @@ def _books(length: int) -> Callable[[Findings], Outcome]:
 def _by_length(
     found: Findings, model: Model, measure: Measured, longest: int | None = None
 ) -> dict[str, Figures | None]:
-    """Of the runs of one stage, shortest segments first."""
+    """Return the figures of the runs with one stage, shortest segments first."""
     lengths = sorted(
         spec.length
         for spec, measured in found
@@ -234,7 +234,7 @@ def _by_length(
 def _in_pairs(
     first_name: str, first: dict[str, Figures | None], second_name: str, second: dict[str, Figures | None]
 ) -> dict[str, Figures | None]:
-    """Both at every length that has both."""
+    """Return both figures at every length that has both."""
     pairs: dict[str, Figures | None] = {}
     for length in first:
         if length in second:
@@ -269,7 +269,7 @@ CLAIMS = (
     Claim("A first stage of short segments makes PIA with cache better.", (4,), _shortformer_is_better_than_one_stage),
     Claim("The Shortformer trains fastest.", (4, 5), _shortformer_is_fastest),
     Claim("Without sliding windows the Shortformer has the best test perplexity.", (5,), _shortformer_is_best),
-    Claim("Behind a short first stage, perplexity falls with the last length.", (9,), _last_length_matters),
+    Claim("After a short first stage, perplexity falls with the last length.", (9,), _last_length_matters),
     Claim("Shorter segments need less memory: rows that fit, in the paper's order.", (10,), _memory_order),
     Claim("On books, staged training ends better than the baseline.", (11,), _books(1024)),
     Claim("On books at L=3072, staged training ends better than the baseline.", (12,), _books(3072)),

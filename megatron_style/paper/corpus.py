@@ -1,10 +1,11 @@
-"""The text of an experiment: where it comes from, how it is prepared, and the parts of it that are scored."""
+"""The text of an experiment: its source, its preparation, and the parts of it that are scored."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron_style.paper.scale import ExperimentScale
 
 @dataclass(frozen=True)
 class Source:
-    identity: str  # tells one corpus from another, before and after it is prepared
+    identity: str  # identifies the corpus, before and after it is prepared
     folder: Path  # where the prepared corpus is, or will be
     prepare: tuple[str, ...] | None = None  # the command that makes it; None: it was given prepared
 
@@ -32,12 +33,13 @@ class Source:
 
 
 def find_source(given: Path | None, scale: ExperimentScale, texts: Sequence[Text], output: Path) -> Source:
-    """A prepared folder is taken as it is; text files, or a built-in corpus, are prepared into the output."""
+    """Return the source of the text. A prepared folder is used as it is; text files, or a built-in corpus, are prepared
+    into the output."""
     folder = output / "corpus"
     if given is None:
         if scale.is_paper and "tbc" in texts:
             raise UserError(
-                "--corpus: missing; Toronto Books is not distributed any more: give the folder of a prepared copy"
+                "--corpus: missing; Toronto Books is no longer distributed: give the folder of a prepared copy"
             )
         name = "wikitext-103" if scale.is_paper else "sotu"
         return Source(name, folder, _prepare("--corpus", name, "--output", str(folder)))
@@ -46,13 +48,17 @@ def find_source(given: Path | None, scale: ExperimentScale, texts: Sequence[Text
     if not given.is_dir():
         raise UserError(f"--corpus {given}: no such folder; one with a prepared corpus or with text files is expected")
     files = {split: file for split in SPLITS if (file := _text_of(given, split))}
-    flags = [word for split, file in files.items() for word in (f"--{split}", str(file))]
+    flags = chain.from_iterable((f"--{split}", str(file)) for split, file in files.items())
     identity = " ".join(map(file_digest, files.values()))
     return Source(identity, folder, _prepare(*flags, "--output", str(folder)))
 
 
 def _is_prepared(folder: Path) -> bool:
-    return all(file.is_file() for split in ("train", "valid") for file in store_files(folder / split))
+    return all(_has_store(folder / split) for split in ("train", "valid"))
+
+
+def _has_store(prefix: Path) -> bool:
+    return all(file.is_file() for file in store_files(prefix))
 
 
 def _prepare(*flags: str) -> tuple[str, ...]:
@@ -68,22 +74,22 @@ def _text_of(folder: Path, split: str) -> Path | None:
 
 
 def corpus_of(source: Source, scale: ExperimentScale, output: Path) -> PreparedText:
-    """Also of a corpus that is not prepared yet, which only the paper's scale can do with."""
+    """Return the corpus as the runs read it. Only runs at the paper's scale can be made before it is prepared."""
     tokenizer = tokenizer_beside(source.folder / "train") if source.is_ready else None
     if source.is_ready and tokenizer is None:
-        raise UserError(f"--corpus {source.folder}: has no dictionary beside its token store; prepare it with one")
+        raise UserError(f"--corpus {source.folder}: has no dictionary next to its token store; prepare it with one")
     valid = held_out(source, scale, output, "valid")
     return PreparedText(source.folder / "train", valid, tokenizer.vocab_size if tokenizer else None)
 
 
 def held_out(source: Source, scale: ExperimentScale, output: Path, split: Split) -> Path:
-    """The prefix of the text that is scored: all of a split, or its beginning."""
-    is_whole = scale.held_out_tokens is None and split != "short"
-    return (source.folder if is_whole else output / "held_out") / split
+    """Return the prefix of the text that is scored: an entire split, or its beginning."""
+    is_complete = scale.held_out_tokens is None and split != "short"
+    return (source.folder if is_complete else output / "held_out") / split
 
 
 def write_held_out(source: Source, corpus: PreparedText, scale: ExperimentScale, output: Path) -> None:
-    """Beginnings of the held-out splits as stores of their own, so that every protocol scores the same text."""
+    """Write the beginnings of the held-out splits as separate stores, so that every protocol scores the same text."""
     if (output / "held_out").is_dir():
         return
     assert corpus.vocab_size is not None
@@ -99,7 +105,7 @@ def write_held_out(source: Source, corpus: PreparedText, scale: ExperimentScale,
 
 
 def check_test_split(source: Source) -> None:
-    """Before anything is trained that could then not be scored."""
+    """Refuse a corpus without a test split, before anything is trained that could not be scored."""
     made_from_files = source.prepare is not None and "--train" in source.prepare
     lacks_file = made_from_files and "--test" not in (source.prepare or ())
     if lacks_file or (source.is_ready and not store_files(source.folder / "test")[0].is_file()):

@@ -1,10 +1,10 @@
-"""A folder of runs: one scale, one corpus, the runs of any tables, and what was measured of them.
+"""A folder of runs: one scale, one corpus, the runs of any tables, and their measurements.
 
 OUTPUT/reproduction.json       the scale and the corpus, which may not change
-OUTPUT/corpus/  held_out/      the text, where it was not given prepared, and the parts of it that are scored
+OUTPUT/corpus/  held_out/      the text, unless it was given prepared, and the parts of it that are scored
 OUTPUT/runs/NAME/              an ordinary run: run.yaml, metrics.jsonl, checkpoints/, model/
-OUTPUT/runs/NAME/evaluations/  what `evaluate --json` said, with what it was said of
-OUTPUT/results.md  results/    tables, charts, claims, and the records they can be traced to
+OUTPUT/runs/NAME/evaluations/  what `evaluate --json` printed, with digests of the model and the text
+OUTPUT/results.md  results/    tables, charts, claims, and the records they were made from
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Experiment:
 
     @cached_property
     def corpus(self) -> PreparedText:
-        """To be looked at when it is prepared; at the paper's scale also before."""
+        """Return the corpus, which must be prepared unless the scale is the paper's."""
         return corpus_of(self.source, self.scale, self.output)
 
     def folder(self, spec: RunSpec) -> Path:
@@ -63,10 +64,10 @@ class Experiment:
 
     def runs_of(self, tables: Sequence[Table]) -> list[RunSpec]:
         """Return every run of the tables, with all seeds."""
-        return list(self.seeded([spec for table in tables for spec in table.needs()]))
+        return list(self.seeded(list(chain.from_iterable(table.needs() for table in tables))))
 
     def seeded(self, specs: Sequence[RunSpec]) -> Iterator[RunSpec]:
-        """Each run once, though specs of two texts may be one run here."""
+        """Yield each run once, although specs of two texts may be the same run at this scale."""
         seen = set()
         for seed in range(1, self.seeds + 1):
             for spec in specs:
@@ -78,10 +79,12 @@ class Experiment:
 def open_experiment(
     scale: ExperimentScale, tables: Sequence[Table], *, corpus: Path | None, output: Path, seeds: int | None
 ) -> Experiment:
-    """Refuse what could not be measured before anything is written."""
-    texts = {spec.text for table in tables for spec in table.needs()}
+    """Return the experiment. Tables that could not be measured are refused before anything is written."""
+    texts = {spec.text for spec in chain.from_iterable(table.needs() for table in tables)}
     if scale.is_paper and len(texts) > 1:
-        raise UserError("--table: 11 and 12 are of Toronto Books, the others of WikiText-103; use a folder for each")
+        raise UserError(
+            "--table: 11 and 12 use Toronto Books, the others WikiText-103; give each text an --output of its own"
+        )
     source = find_source(corpus, scale, sorted(texts), output)
     if any(table.needs_test_split for table in tables):
         check_test_split(source)
@@ -91,19 +94,19 @@ def open_experiment(
 
 
 def check_record(experiment: Experiment) -> None:
-    """A folder of runs is of one scale and one corpus; figures of two cannot stand in one table."""
+    """Refuse a folder of runs at another scale or on another corpus: their figures cannot share a table."""
     found = _read_record(experiment.output / RECORD)
     if found is None:
         return
     if found["scale"] != experiment.scale.name:
         raise UserError(
             f"--output {experiment.output}: holds runs at scale {found['scale']}, not {experiment.scale.name}; "
-            f"name another folder, or use --scale {found['scale']}"
+            f"choose another folder, or use --scale {found['scale']}"
         )
     if found["corpus"] != experiment.source.identity:
         raise UserError(
             f"--output {experiment.output}: holds runs on another corpus; "
-            f"name another folder, or give --corpus as it was begun with"
+            f"choose another folder, or give the --corpus that it was started with"
         )
 
 
@@ -120,7 +123,7 @@ def _read_record(path: Path) -> dict[str, str] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {"scale": found["scale"], "corpus": found["corpus"]}
     except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(f"{path}: is not the record of an experiment; name another folder, or remove it") from None
+        raise UserError(f"{path}: is not the record of an experiment; choose another folder, or remove it") from None
 
 
 def kept_evaluation(path: Path) -> Mapping[str, Any] | None:
@@ -132,7 +135,7 @@ def kept_evaluation(path: Path) -> Mapping[str, Any] | None:
 
 
 def findings_of(experiment: Experiment, tables: Iterable[Table]) -> Findings:
-    """Of what is finished with every seed: figures of seeds can then be compared one by one."""
+    """Return the figures of what is finished with every seed, so that they can be compared seed by seed."""
     read = _Reader(experiment)
     found: dict[tuple[Subject, Measured], Figures] = {}
     for table in tables:
@@ -151,7 +154,8 @@ class _Reader:
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._needed = {each for table in experiment.tables() for needed in table.needs().values() for each in needed}
+        needed = (table.evaluations() for table in experiment.tables())
+        self._needed = frozenset[Evaluation]().union(*needed)
         self._results: dict[RunSpec, RunResult | None] = {}
 
     def figures(self, subject: Subject, measure: Measured, baseline: RunSpec | None) -> Figures | None:

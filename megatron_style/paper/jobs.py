@@ -1,7 +1,7 @@
-"""The work of an experiment: ordinary commands as processes of their own, some at a time.
+"""The work of an experiment: ordinary commands as separate processes, a few at a time.
 
-Trainings are `train` on ordinary run files, and resume by themselves. What `evaluate --json` prints is kept with a
-digest of the model and the text it is about, so that no evaluation runs twice.
+Trainings are `train` on ordinary run files, and resume by themselves. What `evaluate --json` prints is kept with
+digests of its model and text, so that no evaluation runs twice.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ from megatron_style.paper.sharing import begins_like, checkpoint_for, take_over
 
 ORIGIN = "origin.json"
 _ROOT = Path(__file__).parents[2]  # the folder that has the package: a checkout, or site-packages
-_LOOK_SECONDS, _LEAVE_SECONDS = 0.1, 60.0
+_POLL_SECONDS = 0.1
+_EXIT_TIMEOUT_SECONDS = 60.0  # for a training to save before it is killed
 
 
 @dataclass(frozen=True)
 class Job:
     title: str
     command: tuple[str, ...]
-    log: Path  # what it says on its standard error is added to it
+    log: Path  # its standard error is appended to it
     output: Path  # its standard output
     before: Callable[[], object] = field(default=lambda: None)
-    after: Callable[[], object] = field(default=lambda: None)  # only when it has ended well
+    after: Callable[[], object] = field(default=lambda: None)  # only if it has succeeded
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, threads: int) -> None:
-    """In their order. The first that fails ends all: what they have saved is not lost."""
-    waiting, running = list(enumerate(jobs, start=1)), dict[subprocess.Popen[bytes], Job]()
+    """Run the jobs in their order. The first failure ends all of them; what they have saved is not lost."""
+    waiting = list(enumerate(jobs, start=1))
+    running: dict[subprocess.Popen[bytes], Job] = {}
     begun = time.monotonic()
-    with _sigterm_interrupts(), _ended_at_last(running):
+    with _sigterm_interrupts(), _ended_on_exit(running):
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, job = waiting.pop(0)
@@ -61,13 +63,13 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, threads: int) -> None:
                 log(f"[{number}/{len(jobs)}] {job.title}{left}")
                 job.before()
                 running[_start(job, threads)] = job
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             for process in [each for each in running if each.poll() is not None]:
                 _finish(running.pop(process), process.returncode)
 
 
 def _time_left(begun: float, *, done: int, of: int) -> str:
-    """If the rest takes as long as what is done; the minutes of a table, not the seconds of a test."""
+    """Return the estimated time left, if it is minutes: remaining jobs are assumed to take as long as the others."""
     minutes = (time.monotonic() - begun) / 60 * (of - done) / done if done else 0
     return f", about {minutes:.0f} min left" if minutes >= 2 else ""
 
@@ -82,8 +84,8 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def _ended_at_last(running: Collection[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Asked to leave, a training saves first."""
+def _ended_on_exit(running: Collection[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Terminate on exit what still runs, and kill it after a timeout, in which a training saves."""
     try:
         yield
     finally:
@@ -91,7 +93,7 @@ def _ended_at_last(running: Collection[subprocess.Popen[bytes]]) -> Iterator[Non
             process.terminate()
         for process in running:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVE_SECONDS)
+                process.wait(_EXIT_TIMEOUT_SECONDS)
             process.kill()
             process.wait()
 
@@ -109,24 +111,24 @@ def _finish(job: Job, code: int) -> None:
     if code:
         lines = job.log.read_text(encoding="utf-8", errors="replace").split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "nothing")
-        raise RunFailed(f"{job.title}: ended with exit code {code}, and said: {said} ({job.log}); start again to go on")
+        raise RunFailed(f"{job.title}: exit code {code}, last line: {said} ({job.log}); start again to resume")
     job.after()
 
 
 def jobs_at_once(wanted: int | None, scale: ExperimentScale, *, has_gpus: bool) -> int:
-    """Return how many runs go at once on this machine, which must be one that can run them."""
+    """Return the number of simultaneous runs on this machine, or refuse a scale that it cannot run."""
     if scale.processes > 1 and not has_gpus:
         raise UserError(
             f"--scale {scale.name}: needs {scale.processes} GPUs, and there are none here; "
             f"--emit prints the commands for a machine that has them"
         )
     if scale.processes > 1 and wanted not in (None, 1):
-        raise UserError(f"--jobs {wanted}: runs of {scale.processes} processes go one at a time; leave it out")
+        raise UserError(f"--jobs {wanted}: runs of {scale.processes} processes run one at a time; leave it out")
     return wanted or (1 if has_gpus else usable_cpus())
 
 
 def measure(experiment: Experiment, tables: Sequence[Table], *, at_once: int) -> None:
-    """Prepare the corpus, train and evaluate: all that the tables need and that has not been done."""
+    """Prepare the corpus, train and evaluate: everything that the tables need and that is not done yet."""
     write_record(experiment)
     specs = experiment.runs_of(tables)
     if not specs:
@@ -139,11 +141,11 @@ def measure(experiment: Experiment, tables: Sequence[Table], *, at_once: int) ->
 
 def emit(experiment: Experiment, tables: Sequence[Table]) -> list[tuple[str, ...]]:
     """Write the run files and return the commands, for another machine to run. Every run is trained from its first
-    step: those that could begin with another's checkpoint give the same either way."""
+    step, because beginning with another run's checkpoint gives the same result."""
     source = experiment.source
     specs = [spec for spec in experiment.runs_of(tables) if not experiment.is_finished(spec)]
     if specs and not source.is_ready and not experiment.scale.is_paper:
-        raise UserError(f"--emit: {source.folder} must be prepared first: {shlex.join(source.prepare or ())}")
+        raise UserError(f"--emit: {source.folder} must be prepared first; run {shlex.join(source.prepare or ())}")
     write_record(experiment)
     if source.is_ready and specs:
         write_held_out(source, experiment.corpus, experiment.scale, experiment.output)  # the runs validate on it
@@ -153,13 +155,15 @@ def emit(experiment: Experiment, tables: Sequence[Table]) -> list[tuple[str, ...
 
 
 def _threads_each(at_once: int) -> int:
-    """More threads than idle cores wait for one another: who knows of other work sets the variable."""
+    """Return OMP_NUM_THREADS, or an equal share of the cores. The variable is for machines that have other work:
+    more threads than idle cores wait for one another."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) else max(1, usable_cpus() // at_once)
 
 
 def _prepare(experiment: Experiment) -> None:
-    source, output = experiment.source, experiment.output
+    source = experiment.source
+    output = experiment.output
     if not source.is_ready:
         assert source.prepare is not None
         job = Job("prepare the corpus", source.prepare, output / "prepare.log", output / "prepare.out")
@@ -168,7 +172,7 @@ def _prepare(experiment: Experiment) -> None:
 
 
 def _needed_evaluations(experiment: Experiment, tables: Sequence[Table]) -> list[tuple[RunSpec, Evaluation]]:
-    """Return each once, by folder: tables share runs."""
+    """Return each evaluation once, although tables share runs."""
     found: dict[tuple[Path, Evaluation], tuple[RunSpec, Evaluation]] = {}
     for table in tables:
         for spec, evaluations in table.needs().items():
@@ -198,7 +202,7 @@ def write_run_files(experiment: Experiment, specs: Sequence[RunSpec]) -> None:
 
 
 def train_all(experiment: Experiment, specs: Sequence[RunSpec], *, at_once: int, threads: int) -> None:
-    """What is finished is left alone. Runs that can begin where another's first stage ends wait for it."""
+    """Train what is not finished. Runs that can begin where another's first stage ends wait for it."""
     todo = [spec for spec in specs if not experiment.is_finished(spec)]
     write_run_files(experiment, todo)
     donors = [experiment.config(spec) for spec in experiment.runs_of(experiment.tables())]
@@ -210,7 +214,7 @@ def train_all(experiment: Experiment, specs: Sequence[RunSpec], *, at_once: int,
 
 
 def waves(runs: Sequence[RunConfig], donors: Sequence[RunConfig]) -> tuple[list[RunConfig], list[RunConfig]]:
-    """Those to train now, long first stages first, and those that can begin with what these will have saved."""
+    """Return the runs to train now, long first stages first, and those that can begin with their checkpoints."""
     now: list[RunConfig] = []
     later: list[RunConfig] = []
     for run in sorted(runs, key=lambda run: run.stages[0].steps or 0, reverse=True):
@@ -233,8 +237,8 @@ def _training_job(run: RunConfig, donors: Sequence[RunConfig], processes: int, o
 
 
 def commit() -> str | None:
-    """Of the code, where it is a checkout; with a mark if files were changed since."""
-    if not (_ROOT / ".git").exists():  # a checkout around an installed package is of other code
+    """Return the commit of the code, marked if files have changed since; None if the code is not a checkout."""
+    if not (_ROOT / ".git").exists():  # a checkout around an installed package has other code
         return None
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
     try:
@@ -256,14 +260,15 @@ def protocol_flags(experiment: Experiment, spec: RunSpec, evaluation: Evaluation
         stride = 1 if evaluation.split == "short" else experiment.scale.stride(spec.length, evaluation.stride)
         flags += ["--stride", str(stride)]
     if evaluation.mode == "nonoverlapping" or (evaluation.mode == "sliding" and evaluation.split == "short"):
-        flags += ["--batch-rows", "1"]  # the paper's speeds are of one row at a time
+        flags += ["--batch-rows", "1"]  # the paper measured speeds with one row at a time
     return tuple(flags)
 
 
 def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> Job | None:
-    """None: it has been done, of this very model and text."""
-    folder, data = experiment.folder(spec), experiment.scored(evaluation)
+    """Return the job; None if the evaluation of this model and text is done."""
+    folder = experiment.folder(spec)
     model = RunFolder(folder).model
+    data = experiment.scored(evaluation)
     flags = protocol_flags(experiment, spec, evaluation)
     inputs = {
         "model": file_digest(model / "model.safetensors"),
@@ -274,13 +279,13 @@ def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluatio
     kept = kept_evaluation(path)
     if kept is not None and kept["inputs"] == inputs:
         return None
-    said = path.with_suffix(".new")
+    printed = path.with_suffix(".new")
 
     def keep() -> None:
-        result = json.loads(said.read_text(encoding="utf-8"))
-        write_atomic(said, json.dumps({"inputs": inputs, "result": result}, indent=1) + "\n")
-        said.replace(path)
+        result = json.loads(printed.read_text(encoding="utf-8"))
+        write_atomic(printed, json.dumps({"inputs": inputs, "result": result}, indent=1) + "\n")
+        printed.replace(path)
 
     command = (sys.executable, "-m", "megatron_style.evaluate", str(model), "--data", str(data), "--json")
     title = f"evaluate {folder.name}: {evaluation.name}"
-    return Job(title, (*command, *flags), folder / "evaluate.log", said, after=keep)
+    return Job(title, (*command, *flags), folder / "evaluate.log", printed, after=keep)

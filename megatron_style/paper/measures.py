@@ -1,6 +1,6 @@
-"""What is measured: of a run, of a table's rows, and with which figures.
+"""Measures of runs, the tables that show them, and their figures.
 
-Each measure says which evaluations it needs, and reads its number from the results. A `Table` says what each row trains
+Each measure lists the evaluations it needs, and reads its number from the results. A `Table` has what each row trains
 or plans, what each column measures and what the paper found. `Findings` are the figures, one number per seed.
 """
 
@@ -38,17 +38,17 @@ class Evaluation:
 @dataclass(frozen=True)
 class RunResult:
     history: RunHistory
-    evaluations: Mapping[Evaluation, Mapping[str, Any]]  # as `evaluate --json` gave them
+    evaluations: Mapping[Evaluation, Mapping[str, Any]]  # as `evaluate --json` printed them
 
 
 class Measure(Protocol):
-    """Measures are compared and looked up: equal ones measure the same."""
+    """A number of a run. Measures are compared and used as keys: equal ones measure the same."""
 
     @property
     def needs(self) -> tuple[Evaluation, ...]: ...
 
     def read(self, run: RunResult, baseline: RunResult | None) -> float | None:
-        """None: it cannot be told. `baseline` is the table's, with the same seed."""
+        """Return the number; None if it is unknown. `baseline` is the table's, with the same seed."""
 
 
 Figure = Literal["perplexity", "loss", "speed"]
@@ -56,7 +56,7 @@ Figure = Literal["perplexity", "loss", "speed"]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Perplexity (per word, whatever the tokens are), loss (nats a token) or speed (tokens a second)."""
+    """Perplexity (per word, whatever the tokens are), loss (nats per token) or speed (tokens per second)."""
 
     figure: Figure
     evaluation: Evaluation
@@ -77,7 +77,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class TrainSpeed:
-    """Tokens a second over all stages, without validations and checkpoints."""
+    """Tokens per second over all stages, without validations and checkpoints."""
 
     needs: tuple[Evaluation, ...] = ()
 
@@ -93,14 +93,15 @@ class TotalTime:
     needs: tuple[Evaluation, ...] = ()
 
     def read(self, run: RunResult, baseline: RunResult | None) -> float | None:
-        mine, theirs = run.history.end.seconds, baseline.history.end.seconds if baseline else None
-        return mine / theirs if mine and theirs else None
+        seconds = run.history.end.seconds
+        of_baseline = baseline.history.end.seconds if baseline else None
+        return seconds / of_baseline if seconds and of_baseline else None
 
 
 @dataclass(frozen=True)
 class ToMatch:
-    """Time or tokens until the validations of the last stage are as good as the baseline's last, as a share of all the
-    baseline took. Infinite: they never were."""
+    """Time or tokens until the validations of the last stage are as good as the baseline's last, as a share of the
+    baseline's total. Infinite: they never were."""
 
     what: Literal["seconds", "tokens"]
     needs: tuple[Evaluation, ...] = ()
@@ -112,22 +113,24 @@ class ToMatch:
         reached = match(_in_last_stage(run.history), loss_of(last))
         if reached is None:
             return math.inf
-        mine, theirs = getattr(reached, self.what), getattr(baseline.history.end, self.what)
-        return mine / theirs if mine and theirs else None
+        needed = getattr(reached, self.what)
+        of_baseline = getattr(baseline.history.end, self.what)
+        return needed / of_baseline if needed and of_baseline else None
 
 
 def _speed(found: Mapping[str, Any]) -> float:
-    """The first of sliding windows counts all its tokens, at the price of one: on a short text it would be most of
-    them. The speed is that of the windows behind it, which count a stride each."""
+    """Return the tokens per second. With sliding windows it is the speed after the first window, which scores all its
+    tokens at the cost of one stride: on a short text these would be most of the tokens."""
     speed = float(found["tokens_per_second"])
     if found["mode"] != "sliding":
         return speed
-    behind = max(0, int(found["tokens"]) - int(found["segment_length"]))
-    return speed * (behind + int(found["stride"])) / int(found["tokens"])
+    after_first = max(0, int(found["tokens"]) - int(found["segment_length"]))
+    return speed * (after_first + int(found["stride"])) / int(found["tokens"])
 
 
 def _in_last_stage(run: RunHistory) -> RunHistory:
-    """A run that began with another's first stage has no validations of its own before."""
+    """Return the run with the validations of its last stage only: a run that began with another's first stage has no
+    others."""
     first = run.stages[-1].before.step if run.stages else 0
     return replace(run, held_out=tuple(valid for valid in run.held_out if valid.at.step >= first))
 
@@ -139,9 +142,9 @@ Measured = Measure | LargestBatch
 @dataclass(frozen=True)
 class Row:
     label: str
-    subject: Subject | None  # None: of other work, not reproduced
-    paper: tuple[float | None, ...]  # one for each column
-    measures: tuple[Measured | None, ...]  # one for each column; None: nothing to measure
+    subject: Subject | None  # None: other work, which is not reproduced
+    paper: tuple[float | None, ...]  # one per column
+    measures: tuple[Measured | None, ...]  # one per column; None: nothing to measure
 
 
 @dataclass(frozen=True)
@@ -150,32 +153,33 @@ class Table:
     title: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    baseline: RunSpec | None = None  # what shares are shares of
+    baseline: RunSpec | None = None  # shares are relative to it
 
     def at(self, scale: ExperimentScale) -> Table:
-        """Only the rows that the scale has."""
+        """Return the table with only the rows that the scale has."""
         kept = (row for row in self.rows if not isinstance(row.subject, RunSpec) or row.subject.is_in(scale))
         return replace(self, rows=tuple(kept))
 
     def needs(self) -> Mapping[RunSpec, frozenset[Evaluation]]:
-        """Every run, without seeds, and how its model is evaluated."""
+        """Return every run, without seeds, and the evaluations of its model."""
         found: dict[RunSpec, frozenset[Evaluation]] = {self.baseline: frozenset()} if self.baseline else {}
         for row in self.rows:
             if isinstance(row.subject, RunSpec):
-                needed = (each for each in row.measures if each and not isinstance(each, LargestBatch))
-                evaluations = frozenset(evaluation for measure in needed for evaluation in measure.needs)
-                found[row.subject] = found.get(row.subject, frozenset()) | evaluations
+                needed = (each.needs for each in row.measures if each and not isinstance(each, LargestBatch))
+                found[row.subject] = found.get(row.subject, frozenset()).union(*needed)
         return found
+
+    def evaluations(self) -> frozenset[Evaluation]:
+        return frozenset[Evaluation]().union(*self.needs().values())
 
     @property
     def needs_test_split(self) -> bool:
-        needed = frozenset[Evaluation]().union(*self.needs().values())
-        return any(evaluation.split == "test" for evaluation in needed)
+        return any(evaluation.split == "test" for evaluation in self.evaluations())
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One number for each seed."""
+    """One number per seed."""
 
     values: tuple[float, ...]
 
@@ -185,7 +189,7 @@ class Figures:
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over seeds; one seed has none."""
+        """Return the standard deviation over seeds; None with one seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
 
     def __str__(self) -> str:

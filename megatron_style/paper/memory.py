@@ -1,4 +1,4 @@
-"""Table 10, the largest batches that fit a GPU, by the planner's formulas: the paper's model, whatever is run."""
+"""Table 10, the largest batches that fit a GPU, by the planner's formulas: the paper's model, whatever the scale."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from megatron_style.schedule.stages import Stage
 
 WIKITEXT_VOCAB = 267_744
 # The paper trained in fp16 with kernels of 2020: attention holds its matrix (the softmax in fp32, as torch's plain
-# kernel still has it), logits and their logarithms are halves, and so is the gradient of each.
+# kernel still has it); logits, their logarithms and the gradient of each are fp16.
 KERNELS_OF_2020 = Kernels(fused_attention=False, bytes_kept_per_score=4, bytes_needed_per_score=2)
-REFERENCE = Sharding(zero_stage=1, precision="fp16", bucket=0)  # on one GPU: nothing is split, but there are masters
+REFERENCE = Sharding(zero_stage=1, precision="fp16", bucket=0)  # one GPU: no shards, but fp32 master weights
 _MOST_ROWS = 1 << 12
 
 
@@ -48,7 +48,7 @@ def largest_batch(stage: PlannedStage) -> int:
         shape = Stage(0, stage.length, stage.length if model.cache else 0, rows, micro_rows=rows)
         return estimate_memory(setup, shape).total <= room
 
-    low, high = 0, _MOST_ROWS  # memory grows with rows: search by halves
+    low, high = 0, _MOST_ROWS  # memory grows with rows: bisect
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

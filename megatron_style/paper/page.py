@@ -1,4 +1,4 @@
-"""`results.md` and the folder `results` beside it: tables, charts, claims, and the records behind every number."""
+"""`results.md` and the folder `results` next to it: tables, charts, claims, and the records of every number."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -27,33 +28,35 @@ from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.sharing import TAKEN
 from megatron_style.paper.tables import BASELINE
 
-_MOST_LINES = 60  # of training, kept of a run
+_MOST_LINES = 60  # training events that are kept per run
 _KEPT = (RUN_FILE, ORIGIN, TAKEN)
+
+
+class Cell(NamedTuple):
+    paper: float | None
+    here: Figures | None
 
 
 @dataclass(frozen=True)
 class Presented:
     table: Table
-    cells: tuple[tuple[tuple[float | None, Figures | None], ...], ...]  # of each row, of each column: paper, measured
+    cells: tuple[tuple[Cell, ...], ...]  # by row, by column
     outcomes: tuple[tuple[Claim, Outcome], ...]
 
     @property
     def is_complete(self) -> bool:
-        """Nothing that can be measured is missing."""
-        wanted = (measure for row in self.table.rows for measure in row.measures)
-        found = (here for cells in self.cells for _, here in cells)
-        return all(here is not None for measure, here in zip(wanted, found, strict=True) if measure is not None)
+        """True if nothing that can be measured is missing."""
+        wanted = chain.from_iterable(row.measures for row in self.table.rows)
+        found = chain.from_iterable(self.cells)
+        return all(cell.here is not None for measure, cell in zip(wanted, found, strict=True) if measure is not None)
 
     @property
     def header(self) -> list[str]:
-        return ["", *(f"{name}{kind}" for name in self.table.columns for kind in (", paper", ", here"))]
+        return ["", *chain.from_iterable((f"{name}, paper", f"{name}, here") for name in self.table.columns)]
 
     @property
     def lines(self) -> list[list[str]]:
-        return [
-            [row.label, *(text for paper, here in cells for text in (_told(paper), str(here) if here else "-"))]
-            for row, cells in zip(self.table.rows, self.cells, strict=True)
-        ]
+        return [_line(row, cells) for row, cells in zip(self.table.rows, self.cells, strict=True)]
 
 
 def present(table: Table, found: Findings) -> Presented:
@@ -64,16 +67,10 @@ def present(table: Table, found: Findings) -> Presented:
 
 def as_json(presented: Presented) -> dict[str, object]:
     table = presented.table
-    rows = [
-        {
-            "row": row.label,
-            "figures": {
-                name: {"paper": paper, "here": [_plain(value) for value in here.values] if here else None}
-                for name, (paper, here) in zip(table.columns, cells, strict=True)
-            },
-        }
-        for row, cells in zip(table.rows, presented.cells, strict=True)
-    ]
+    rows = []
+    for row, cells in zip(table.rows, presented.cells, strict=True):
+        figures = {name: _cell_as_json(cell) for name, cell in zip(table.columns, cells, strict=True)}
+        rows.append({"row": row.label, "figures": figures})
     claims = [
         {"claim": claim.text, "state": outcome.state, "evidence": outcome.evidence}
         for claim, outcome in presented.outcomes
@@ -88,11 +85,23 @@ def as_markdown(presented: Presented) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row, found: Findings) -> tuple[tuple[float | None, Figures | None], ...]:
+def _cells(row: Row, found: Findings) -> tuple[Cell, ...]:
     return tuple(
-        (paper, None if row.subject is None or measure is None else found.get((row.subject, measure)))
+        Cell(paper, None if row.subject is None or measure is None else found.get((row.subject, measure)))
         for paper, measure in zip(row.paper, row.measures, strict=True)
     )
+
+
+def _cell_as_json(cell: Cell) -> dict[str, object]:
+    return {"paper": cell.paper, "here": [_plain(value) for value in cell.here.values] if cell.here else None}
+
+
+def _line(row: Row, cells: Sequence[Cell]) -> list[str]:
+    line = [row.label]
+    for cell in cells:
+        line.append("-" if cell.paper is None else short(cell.paper))
+        line.append(str(cell.here) if cell.here else "-")
+    return line
 
 
 def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -100,19 +109,17 @@ def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> li
     return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)]
 
 
-def _told(paper: float | None) -> str:
-    return "-" if paper is None else short(paper)
-
-
 def _plain(value: float) -> float | None:
-    """JSON has no infinity: never is null."""
+    """Return None for infinity ("never"), which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def draw(presented: Presented, path: Path) -> None:
-    """The two have axes of their own: it is their shapes that are compared."""
-    table, labels = presented.table, [row.label for row in presented.table.rows]
-    columns = [index for index in range(len(table.columns)) if any(cells[index][1] for cells in presented.cells)]
+    """Draw the paper's figures and the measured ones on separate axes, to compare the shapes of the curves."""
+    table = presented.table
+    labels = [row.label for row in table.rows]
+    by_column = zip(*presented.cells, strict=True)
+    columns = [index for index, cells in enumerate(by_column) if any(cell.here for cell in cells)]
     figure = Figure(figsize=(max(6, 2 + 0.35 * len(labels)), 2 + 2 * len(columns)), layout="constrained")
     panels = figure.subplots(len(columns), 1, sharex=True, squeeze=False)[:, 0]
     for axes, index in zip(panels, columns, strict=True):
@@ -129,11 +136,11 @@ def _draw_column(axes: Axes, presented: Presented, index: int) -> None:
     here = [figures.mean if figures and math.isfinite(figures.mean) else math.nan for _, figures in pairs]
     spread = [(figures.spread if figures else None) or 0.0 for _, figures in pairs]
     measured = axes.errorbar(range(len(pairs)), here, yerr=spread, fmt="o-", capsize=3, label="here")
-    theirs = axes.twinx()
+    paper_axes = axes.twinx()
     paper = [math.nan if figure is None else figure for figure, _ in pairs]
-    (told,) = theirs.plot(range(len(pairs)), paper, "s--", color="tab:gray", label="paper")
-    theirs.set_ylabel("paper", color="tab:gray")
-    axes.legend(handles=[measured, told], frameon=False, fontsize="small")
+    (published,) = paper_axes.plot(range(len(pairs)), paper, "s--", color="tab:gray", label="paper")
+    paper_axes.set_ylabel("paper", color="tab:gray")
+    axes.legend(handles=[measured, published], frameon=False, fontsize="small")
     axes.grid(alpha=0.3)
 
 
@@ -144,7 +151,7 @@ class Results:
 
 
 def write_results(experiment: Experiment, tables: Sequence[Table]) -> Results:
-    """Write the page, with every table that is complete by now, and return the tables that were asked for."""
+    """Write the page with every complete table, and return the tables that were asked for."""
     known = experiment.tables()
     found = findings_of(experiment, known)
     presented = (present(table, found) for table in known)
@@ -154,7 +161,7 @@ def write_results(experiment: Experiment, tables: Sequence[Table]) -> Results:
 
 
 def _write_page(experiment: Experiment, tables: Sequence[Presented], runs: Sequence[RunSpec]) -> Path:
-    """Both are made anew from what the experiment holds, so they always agree with it."""
+    """Write the page and its folder from scratch, so that they always agree with the experiment."""
     with atomic_folder(experiment.output / "results") as folder:
         for presented in tables:
             stem = folder / f"table{presented.table.number}"
@@ -179,7 +186,8 @@ def _keep(run: Path, target: Path) -> None:
 
 
 def thinned(events: Sequence[Event]) -> list[Event]:
-    """Without samples and losses by position, and of training only some lines: the last one has all totals."""
+    """Return the events without samples, without losses by position, and with only some of training, among them the
+    last, which has all totals."""
     trained = [event.step for event in events if isinstance(event, TrainEvent)]
     every = -(-len(trained) // _MOST_LINES)
     kept = {*trained[::-1][:: every or 1]}
@@ -208,14 +216,15 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
         f"Scale `{scale.name}`: segments are {scale.shrink} times shorter than the paper's, whose lengths and epochs "
         f"name the rows. A run has {scale.steps:,} updates of {scale.tokens_per_batch * scale.processes:,} tokens; "
         f"50 of the paper's epochs are {scale.steps_of_50_epochs:,} updates.",
-        "Figures are mean and standard deviation over seeds; a claim holds if it does with every seed.",
+        "Figures are mean and standard deviation over seeds; a claim holds if it holds with every seed.",
     ]
     if scale.windows:
         lines.append(
-            f"`sliding`, where the paper counts one token a window, counts 1/{scale.windows} of a window here."
+            f"`sliding`, where the paper scores one token per window, scores 1/{scale.windows} of a window here."
         )
     if runs:
-        config, corpus = experiment.config(BASELINE), experiment.corpus
+        config = experiment.config(BASELINE)
+        corpus = experiment.corpus
         assert corpus.vocab_size is not None
         parameters = count_parameters(config.model, corpus.vocab_size)
         origin = _read(experiment.folder(runs[0]) / ORIGIN)

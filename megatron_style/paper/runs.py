@@ -1,4 +1,4 @@
-"""The runs that tables are made of, said in the paper's numbers, and as run files at some scale."""
+"""The runs of the tables: specified in the paper's numbers, and as run files at some scale."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PreparedText:
 
 
 def run_name(spec: RunSpec, scale: ExperimentScale) -> str:
-    """By content: two tables that need the same run find the same folder; the digest tells other recipes apart."""
+    """Return a name made from the run's settings, so that tables which need the same run share its folder."""
     stages = _stages(spec, scale)
     parts = "-".join(f"L{stage['segment_length']}x{_extent(stage)}" for stage in stages)
     recipe = _recipe(spec, scale)
@@ -58,7 +58,7 @@ def run_name(spec: RunSpec, scale: ExperimentScale) -> str:
 
 
 def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, folder: Path) -> RunConfig:
-    """The paper's run file of this model, with what the scale changes."""
+    """Return the paper's run file of this model with the changes of the scale."""
     data = _recipe(spec, scale)
     data["data"] |= {"train": str(corpus.train), "valid": str(corpus.valid)}
     data["output"] = {
@@ -78,12 +78,13 @@ def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, fold
 
 
 def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
-    """All of the run but the corpus, which is one for a whole folder of runs, and what is recorded."""
+    """Return the run file without the corpus, which all runs of a folder share, and without the output."""
     data = _paper_file(spec, scale)
-    data["stages"], data["seed"] = _stages(spec, scale), spec.seed
+    data["stages"] = _stages(spec, scale)
+    data["seed"] = spec.seed
     del data["output"]
     if scale.model is not None:
-        # In a narrow model, rare words with a 16th of the width would learn next to nothing: all bands are as wide.
+        # In a narrow model, rare words with a 16th of the width would learn next to nothing: all bands have full width.
         data["model"] |= _sizes(scale.model) | {"dropout": {}, "vocabulary": {"kind": "adaptive", "factor": 1}}
         data["data"]["tokens_per_batch"] = scale.tokens_per_batch
         rate = {"peak": scale.peak_rate, "floor": scale.peak_rate / 50, "warmup_steps": scale.steps // 20}
@@ -93,7 +94,7 @@ def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
 
 
 def _paper_file(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
-    """Away from the paper's scale all tables are of one corpus, so that their runs can be shared."""
+    """Return the paper's run file. At other scales all tables use one corpus, so that they share runs."""
     if scale.is_paper and spec.text == "tbc":
         return read_yaml(shipped_file(f"run_configs/tbc_{_books_name(spec)}.yaml"))
     return read_yaml(shipped_file(f"run_configs/wikitext103_{spec.model}.yaml"))
@@ -105,7 +106,7 @@ def _books_name(spec: RunSpec) -> str:
 
 
 def _stages(spec: RunSpec, scale: ExperimentScale) -> list[dict[str, Any]]:
-    if scale.is_paper and spec.text == "tbc":  # extents as its files have them: in tokens and epochs
+    if scale.is_paper and spec.text == "tbc":  # extents as in its run files: in tokens and epochs
         stages: list[dict[str, Any]] = _paper_file(spec, scale)["stages"]
         stages[-1] |= _stage(spec.length, scale)
         return stages
@@ -117,7 +118,7 @@ def _stages(spec: RunSpec, scale: ExperimentScale) -> list[dict[str, Any]]:
 
 
 def _stage(paper_length: int, scale: ExperimentScale) -> dict[str, Any]:
-    long = {"micro_rows": 1} if scale.is_paper and paper_length == 3072 else {}  # one row at once fits 32 GB
+    long = {"micro_rows": 1} if scale.is_paper and paper_length == 3072 else {}  # one row at a time fits 32 GB
     return {"segment_length": scale.length(paper_length)} | long
 
 
@@ -132,5 +133,5 @@ def _sizes(size: ModelSize) -> dict[str, int]:
 
 
 def _cutoffs(vocab_size: int) -> list[int]:
-    """About the paper's proportions (20,000 and 60,000 of 267,744), for words and for pieces of words."""
+    """Return cutoffs in about the paper's proportions (20,000 and 60,000 of 267,744), for words and for subwords."""
     return [max(1, vocab_size // 16), max(2, vocab_size // 4)]

@@ -1,7 +1,7 @@
-"""How much smaller than the paper's an experiment is: lengths, training, text and model.
+"""Scales of an experiment, relative to the paper's: lengths, training, text and model.
 
-Everything else speaks of the paper's own numbers (L = 3072, 50 epochs) and is scaled here, so that a row of a table is
-the same thing at every scale.
+All other modules use the paper's own numbers (L = 3072, 50 epochs), which are scaled here, so that a row of a table
+means the same at every scale.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class ModelSize:
 @dataclass(frozen=True)
 class ExperimentScale:
     name: str
-    shrink: int  # a segment of the paper is so many times longer
-    lengths: tuple[int, ...]  # of the paper's segment lengths, those that are run
-    first_epochs: tuple[int, ...]  # of the paper's lengths of a first stage, in its epochs, those that are run
+    shrink: int  # the paper's segment length divided by the one here
+    lengths: tuple[int, ...]  # those of the paper's segment lengths that are run
+    first_epochs: tuple[int, ...]  # those of the paper's first stages that are run, in its epochs
     steps: int
     steps_of_50_epochs: int
     tokens_per_batch: int
     evaluate_every: int
     save_every: int
-    held_out_tokens: int | None  # scored of each split, None: all
+    held_out_tokens: int | None  # scored per split; None: all
     watched_tokens: int | None  # scored at each validation during training
     short_tokens: int  # scored one token at a time, where only speed and equality are of interest
-    windows: int | None  # a sliding window counts 1/windows of its tokens, None: only its last token, as in the paper
+    windows: int | None  # a sliding window scores 1/windows of its tokens; None: its last one only, as in the paper
     seeds: int
     processes: int = 1
     model: ModelSize | None = None  # None: the paper's model and optimizer, as the run files have them
@@ -49,7 +49,7 @@ class ExperimentScale:
         return paper_length // self.shrink
 
     def stride(self, paper_length: int, paper_stride: int) -> int:
-        """A stride of 1 cannot shrink, and costs a window a token: it becomes a share of the window instead."""
+        """Return the stride. A stride of 1, a window per token, cannot shrink: it becomes a share of the window."""
         if paper_stride > 1:
             return max(1, paper_stride // self.shrink)
         return 1 if self.windows is None else max(1, self.length(paper_length) // self.windows)
@@ -59,7 +59,7 @@ class ExperimentScale:
 
     @property
     def keep_every(self) -> int:
-        """Checkpoints at which a first stage may end are kept: other runs begin there."""
+        """Return the interval of kept checkpoints: those at which a first stage may end, where other runs begin."""
         return self.first_steps(self.first_epochs[0])
 
 
@@ -71,14 +71,14 @@ _MINIATURE = ExperimentScale(
     tokens_per_batch=192, evaluate_every=5, save_every=5, held_out_tokens=600, watched_tokens=300, short_tokens=96,
     windows=4, seeds=1, model=ModelSize(layers=2, hidden_size=32, heads=2, ffn_size=64), peak_rate=0.01,
 )  # fmt: skip
-# About 0.9M tokens a run: what two cores train in 15 minutes a table, with two seeds.
+# About 0.9M tokens per run: 15 minutes per table on two cores, with two seeds.
 _TINY = ExperimentScale(
     "tiny", shrink=8, lengths=(64, 128, 512, 3072), first_epochs=(50, 100, 150), steps=1200,
     steps_of_50_epochs=300, tokens_per_batch=768, evaluate_every=100, save_every=300, held_out_tokens=24_576,
     watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
     model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),
 )  # fmt: skip
-# About 7M tokens a run, the whole grid of lengths: a night a table on two cores.
+# About 7M tokens per run, all lengths: a night per table on two cores.
 _SMALL = ExperimentScale(
     "small", shrink=4, lengths=_LENGTHS, first_epochs=(50, 100), steps=3200, steps_of_50_epochs=800,
     tokens_per_batch=2304, evaluate_every=160, save_every=400, held_out_tokens=131_072, watched_tokens=16_384,
@@ -97,5 +97,5 @@ SCALES: Mapping[str, ExperimentScale] = MappingProxyType(
 
 def scale_named(name: str) -> ExperimentScale:
     if name not in SCALES:
-        raise UserError(f"--scale {name}: no such scale; there are {', '.join(SCALES)}")
+        raise UserError(f"--scale {name}: unknown scale; choose one of {', '.join(SCALES)}")
     return SCALES[name]

@@ -1,4 +1,4 @@
-"""The paper's twelve tables, and the runs and evaluations that they and the claims name.
+"""The paper's twelve tables, and the runs and evaluations that they and the claims use.
 
 The figures are data, `paper_tables.json`: Press, Smith & Lewis, "Shortformer", ACL 2021.
 """
@@ -39,20 +39,20 @@ def paper_table(number: int) -> dict[str, Any]:
 
 
 def by_first_stage(number: int) -> dict[tuple[int, int], float | None]:
-    """Tables 2, 6, 7 and 8: (epochs, length) of the first stage to figure."""
+    """Return the figures of table 2, 6, 7 or 8 by (epochs, length) of the first stage."""
     table = paper_table(number)
-    return {
-        (int(epochs), length): figure
-        for epochs, figures in table["by_first_stage_epochs"].items()
-        for length, figure in zip(table["first_stage_lengths"], figures, strict=True)
-    }
+    found = {}
+    for epochs, figures in table["by_first_stage_epochs"].items():
+        for length, figure in zip(table["first_stage_lengths"], figures, strict=True):
+            found[int(epochs), length] = figure
+    return found
 
 
 NONOVERLAPPING = Evaluation("nonoverlapping")
 SLIDING = Evaluation("sliding", stride=1)
 SLIDING_512 = Evaluation("sliding", stride=512)
 CACHED = Evaluation("cached")
-ONE_BY_ONE = Evaluation("sliding", "short", stride=1)  # a window for each token: how a model without cache generates
+ONE_BY_ONE = Evaluation("sliding", "short", stride=1)  # a window per token: how a model without cache generates
 WALKED = Evaluation("token-by-token", "short")
 CACHED_SHORT = Evaluation("cached", "short")
 
@@ -103,7 +103,7 @@ def _table_2() -> Table:
 
 
 def _table_3() -> Table:
-    """The losses are of one text, walked in segments and token by token: the paper gives no figures for them."""
+    """Return table 3 with two columns added: the losses of one text, scored in segments and token by token."""
     steady = (TrainSpeed(), perplexity(CACHED), speed(CACHED), speed(WALKED), loss(CACHED_SHORT), loss(WALKED))
     rows = [
         Row(f"PIA + cache, L={length}", RunSpec("pia_cache", length), (*figures, None, None), steady)
@@ -147,27 +147,24 @@ def _table_6() -> Table:
 
 
 def _table_7() -> Table:
-    """The paper counts epochs; a share of all tokens can be compared at any scale."""
+    """Return table 7 with shares of all tokens, which are comparable at any scale, in place of epochs."""
     title = "Tokens read until as good as the baseline"
     return _by_first_stage(7, title, "share of its tokens", ToMatch("tokens"), unit=EPOCHS)
 
 
 def _table_8() -> Table:
-    return _by_first_stage(8, "Time of the whole training", "share of the baseline's", TotalTime())
+    return _by_first_stage(8, "Total training time", "share of the baseline's", TotalTime())
 
 
 def _table_9() -> Table:
     measures = tuple(map(perplexity, (NONOVERLAPPING, SLIDING_512, SLIDING)))
-    rows = tuple(
-        Row(
-            f"last L={length}",
-            RunSpec("baseline", length, 128, 50),
-            tuple(figures),
-            tuple(None if figure is None else measure for figure, measure in zip(figures, measures, strict=True)),
-        )
-        for length, *figures in paper_table(9)["rows"]
-    )
-    return Table(9, "Staged training with shorter last stages", ("ppl", "sliding S=512 ppl", "sliding S=1 ppl"), rows)
+    rows = []
+    for length, *figures in paper_table(9)["rows"]:
+        pairs = zip(figures, measures, strict=True)
+        measured = tuple(None if figure is None else measure for figure, measure in pairs)
+        rows.append(Row(f"last L={length}", RunSpec("baseline", length, 128, 50), tuple(figures), measured))
+    columns = ("ppl", "sliding S=512 ppl", "sliding S=1 ppl")
+    return Table(9, "Staged training with shorter last stages", columns, tuple(rows))
 
 
 def _table_10() -> Table:
@@ -216,7 +213,7 @@ def _by_first_stage(number: int, title: str, column: str, measure: Measure, unit
 
 
 def _model_row(name: str, mode: str, paper: tuple[Any, ...], length: int, text: Text, splits: tuple[Split, ...]) -> Row:
-    """A row of the tables that compare models: speed of training, of inference, perplexity on each split."""
+    """Return a row of a table that compares models: speed of training and inference, perplexity on each split."""
     specs = {"baseline": BASELINE, "staged": STAGED, "pia+cache": PIA_CACHE, "shortformer": SHORTFORMER}
     spec = specs.get(name)
     if spec is None:

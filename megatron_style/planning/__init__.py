@@ -1,1 +1,1 @@
-"""What a run will take, computed before it is started: memory, arithmetic, communication, time. No torch."""
+"""Estimates of a run before it is started: memory, arithmetic, communication, time. No torch."""

@@ -1,4 +1,4 @@
-"""What share of a GPU's peak a run that was measured has reached."""
+"""Calibration: the share of a GPU's peak that a recorded run has reached."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_style.schedule.stages import resolve_stage
 
 
 def measured_efficiency(folder: Path, gpu: Gpu) -> float:
-    """The median over the steps that the run in this folder recorded, on GPUs of this kind."""
+    """Return the median efficiency over the steps that this folder's run recorded, assuming it ran on such GPUs."""
     files = RunFolder(folder)
     for needed in (files.run_file, files.metrics):
         if not needed.is_file():
@@ -28,12 +28,12 @@ def measured_efficiency(folder: Path, gpu: Gpu) -> float:
     run = load_run(files.run_file)
     measured = _measured(read_events(files.metrics), stages=len(run.stages))
     if not measured:
-        raise UserError(f"--calibrate {folder}: its run has recorded no training yet; one that has is expected")
+        raise UserError(f"--calibrate {folder}: its run has not recorded any training yet; choose one that has")
     efficiency = median(_efficiencies(run, measured, _setup(run, measured, folder), gpu))
     if not 0 < efficiency <= 1:
         raise UserError(
             f"--calibrate {folder}: its steps reach {efficiency:.2g} of the peak of {gpu.name}; "
-            f"name with --gpu the GPU that it ran on"
+            f"set --gpu to the GPU that it ran on"
         )
     return efficiency
 
@@ -59,7 +59,7 @@ def _measured(events: Sequence[Event], *, stages: int) -> list[_Measured]:
 
 
 def _setup(run: RunConfig, measured: Sequence[_Measured], folder: Path) -> Setup:
-    """The record does not say how many ranks there were, but how many tokens each step has had."""
+    """Return the run's setup. The number of ranks is not recorded, so it is derived from the tokens per step."""
     try:
         text = text_facts(run)
     except UserError as error:

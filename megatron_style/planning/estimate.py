@@ -1,4 +1,4 @@
-"""Everything that is estimated about a run, as one value."""
+"""The complete estimate of a run, as one value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USABLE = 0.92  # of a GPU's memory: the driver, NCCL and gaps between tensors ta
 
 @dataclass(frozen=True)
 class Extent:
-    """None: it takes the size of the corpus to know."""
+    """The length of a stage; None where it depends on the size of a corpus that is not there."""
 
     steps: int | None
     tokens: int | None
@@ -40,14 +40,14 @@ class StageEstimate:
     extent: Extent
     memory: MemoryEstimate
     unrecomputed: float  # bytes of activations at the peak if every block kept its own
-    recomputed: float  # and if every block were computed again
+    recomputed: float  # and if every block were recomputed
     fits: bool
-    largest_micro_rows: int | None  # that fit; None: not even one row does
-    flops_per_token: float  # the model's
+    largest_micro_rows: int | None  # that fits; None: not even one row fits
+    flops_per_token: float  # what the model requires, whatever the kernels compute
     dense_flops_per_token: float  # with attention as segment x (cache + segment)
     traffic: Traffic
     time: StepTime
-    seconds: float | None  # of the whole stage
+    seconds: float | None  # of the entire stage
 
     @property
     def flops(self) -> float | None:
@@ -69,7 +69,7 @@ class ScaleEstimate:
 
 @dataclass(frozen=True)
 class Totals:
-    """Of the whole run; None where it takes the size of the corpus to know."""
+    """Sums over the run; None where they depend on the size of a corpus that is not there."""
 
     steps: int | None
     tokens: int | None
@@ -94,7 +94,7 @@ class RunEstimate:
     totals: Totals
     zero_stages: tuple[StateBytes, ...]  # the states under ZeRO 0, 1, 2 and 3
     scaling: tuple[ScaleEstimate, ...]
-    communication_dominates_from: int | None  # so many of the GPUs compared
+    communication_dominates_from: int | None  # the smallest of the compared numbers of GPUs
 
 
 def estimate_run(
@@ -128,7 +128,7 @@ def estimate_run(
 
 
 def extents_of(stages: Sequence[StageConfig], tokens_per_step: int, corpus_tokens: int | None) -> Iterator[Extent]:
-    """The schedule counts exactly, pass by pass; here short last steps of an epoch count as whole ones."""
+    """Yield the extent of each stage. Unlike the schedule, which is exact, a short last step counts as a full one."""
     before: int | None = 0
     for stage in stages:
         extent = _extent(stage, tokens_per_step, corpus_tokens, before)
@@ -144,10 +144,10 @@ def _extent(stage: StageConfig, tokens_per_step: int, corpus_tokens: int | None,
     assert stage.epochs is not None
     if corpus_tokens is None or before is None:
         return Extent(None, None)
-    rest = -before % corpus_tokens  # of an epoch that has begun, which is the first of this stage
-    whole = stage.epochs - (1 if rest else 0)
-    steps = -(-rest // tokens_per_step) + whole * -(-corpus_tokens // tokens_per_step)
-    return Extent(steps, rest + whole * corpus_tokens)
+    rest = -before % corpus_tokens  # of an epoch begun by the stage before, which counts as this stage's first
+    full_epochs = stage.epochs - (1 if rest else 0)
+    steps = -(-rest // tokens_per_step) + full_epochs * -(-corpus_tokens // tokens_per_step)
+    return Extent(steps, rest + full_epochs * corpus_tokens)
 
 
 def _totals(stages: Sequence[StageEstimate], tokens_per_step: int) -> Totals:
@@ -186,7 +186,8 @@ def _estimate_stage(setup: Setup, stage: Stage, extent: Extent, machine: Machine
 def _estimate_scale(setup: Setup, stages: Sequence[Stage], machine: Machine) -> ScaleEstimate:
     times = {stage.index: estimate_time(setup, stage, machine) for stage in stages}
     slowest = max(times, key=lambda index: times[index].total)
-    time, stage = times[slowest], stages[slowest]
+    time = times[slowest]
+    stage = stages[slowest]
     return ScaleEstimate(
         gpus=setup.data * setup.tensor,
         stage=slowest,

@@ -1,4 +1,4 @@
-"""GPUs by name: what their makers say they can do. What a program reaches of it is its efficiency."""
+"""GPUs by name, with the figures of their datasheets. Efficiency is the share of the peak that a program reaches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = {"": 1, "MB": 2**20, "GB": GIB, "TB": 2**40, "MIB": 2**20, "GIB": GIB, 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of dense matrix products in FLOP/s, sizes in bytes, speeds in bytes/s and direction, of one GPU."""
+    """One GPU: peaks of dense matrix products in FLOP/s, sizes in bytes, speeds in bytes/s per direction."""
 
     name: str
     half_peak: float  # fp16, summed in fp32
@@ -30,7 +30,7 @@ class Gpu:
 
     def peak(self, precision: Precision) -> float:
         if precision == "bf16" and not self.has_bf16:
-            raise UserError(f"--gpu {self.name}: computes no bf16; use a ds_config with fp16, or another GPU")
+            raise UserError(f"--gpu {self.name}: does not support bf16; use a ds_config with fp16, or another GPU")
         return self.full_peak if precision == "fp32" else self.half_peak
 
 
@@ -48,7 +48,7 @@ _TABLE = (
     Gpu("h100-80gb", 989e12, 67e12, 80 * GIB, 3350e9, 450e9, 50e9),
     Gpu("h200-141gb", 989e12, 67e12, 141 * GIB, 4800e9, 450e9, 50e9),
     # NVIDIA Ampere GA102 whitepaper: 71 TFLOPS summed in fp32, 35.6 fp32, 936 GB/s; PCIe 4.0 x16.
-    # NVIDIA Ada whitepaper: 165.2, 82.6, 1,008 GB/s. Hosts of either differ widely: 100 Gb/s for 8 GPUs is taken.
+    # NVIDIA Ada whitepaper: 165.2, 82.6, 1,008 GB/s. Hosts of either differ widely: 100 Gb/s for 8 GPUs is assumed.
     Gpu("rtx-3090", 71e12, 35.6e12, 24 * GIB, 936e9, 32e9, 1.56e9),
     Gpu("rtx-4090", 165.2e12, 82.6e12, 24 * GIB, 1008e9, 32e9, 1.56e9),
     # NVIDIA L40S datasheet: 362 TFLOPS, 91.6 fp32, 864 GB/s; PCIe 4.0 x16. NVIDIA A10 datasheet: 125, 31.2, 600 GB/s.
@@ -60,13 +60,13 @@ GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _TABLE})
 
 def gpu_named(name: str) -> Gpu:
     if name.lower() not in GPUS:
-        raise UserError(f"--gpu {name}: not in the table; it has {', '.join(GPUS)}")
+        raise UserError(f"--gpu {name}: unknown GPU; choose one of {', '.join(GPUS)}")
     return GPUS[name.lower()]
 
 
 def bytes_of(text: str, flag: str) -> int:
-    """`32GB` as GPUs are sold: the unit is 2^30."""
+    """Return the bytes of a size such as `32GB`. Units are powers of two, as GPUs are sold: GB is 2^30."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", text.strip().upper())
     if found is None or found[2] not in _UNITS or float(found[1]) <= 0:
-        raise UserError(f"{flag} {text}: not a size; one such as 32GB or 80GB is expected")
+        raise UserError(f"{flag} {text}: not a size; use for example 32GB or 80GB")
     return int(float(found[1]) * _UNITS[found[2]])

@@ -1,6 +1,6 @@
-"""Bytes on each rank: what the model and its optimizer hold all the time, the caches, and the peak of a step.
+"""Bytes on each rank: the states of model and optimizer, the caches, and the peak of a step.
 
-The model's own tensors are counted, whatever the allocator adds.
+Tensors are counted; what the allocator adds is not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Of one micro-batch, in bytes. The caches are not among them: they outlive the step."""
+    """Bytes of one micro-batch's activations, without the caches, which outlive the step."""
 
     blocks: float  # kept by the blocks; with recompute their inputs only
     vocabulary: float  # kept by embedding and loss, logits among them
@@ -35,7 +35,7 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """A stage on one rank, in bytes."""
+    """Bytes that a stage needs on one rank."""
 
     states: StateBytes
     caches: float  # the last segment's and the next one's, of all rows
@@ -57,7 +57,7 @@ def estimate_activations(setup: Setup, stage: Stage) -> ActivationBytes:
     parts = parts_of(setup, stage)
     kept = parts.attention.kept + parts.feed_forward.kept
     needed = max(parts.attention.needed, parts.feed_forward.needed)
-    if setup.recompute:  # a block keeps its input only, and all the rest while it is computed again
+    if setup.recompute:  # a block keeps its input only, and everything else while it is recomputed
         stream = parts.attention.batch.stream
         needed += kept - stream
         kept = stream
@@ -68,10 +68,11 @@ def estimate_activations(setup: Setup, stage: Stage) -> ActivationBytes:
 
 
 def estimate_states(setup: Setup, positions: int = 0) -> StateBytes:
-    """DeepSpeed's: ZeRO keeps a full-precision copy of the weights for its optimizer, also of weights that are full."""
+    """Return what DeepSpeed keeps. Its ZeRO optimizers copy the weights in full precision even if they are fp32."""
     zero = setup.sharding
-    e, P = zero.element_bytes, setup.parameters
-    part = P / setup.data  # what ZeRO leaves to a rank
+    e = zero.element_bytes
+    P = setup.parameters
+    part = P / setup.data  # a rank's shard under ZeRO
     weights = e * (part + _never_split(setup) if zero.zero_stage == 3 and setup.data > 1 else P)
     gradients = zero.gradient_bytes * (part if zero.zero_stage >= 2 else P)
     gradients += e * P if zero.keeps_two_gradients else 0
@@ -91,7 +92,7 @@ def estimate_states(setup: Setup, positions: int = 0) -> StateBytes:
 
 
 def largest_micro_rows(setup: Setup, stage: Stage, memory: float) -> int | None:
-    """Return the most rows at once that fit into the memory, of those that divide the rows; None if not one does."""
+    """Return the largest divisor of `rows` that fits into the memory as `micro_rows`; None if no divisor does."""
     fitting = (
         rows
         for rows in range(stage.rows, 0, -1)
@@ -101,38 +102,38 @@ def largest_micro_rows(setup: Setup, stage: Stage, memory: float) -> int | None:
 
 
 def _never_split(setup: Setup) -> int:
-    """Small parameters, which ZeRO 3 leaves whole on every rank."""
+    """Return the elements of the small parameters, which ZeRO 3 keeps unsharded on every rank."""
     return sum(size for size in setup.parameter_sizes if size <= setup.sharding.kept_whole)
 
 
 def _offloaded_with_optimizer(zero: Sharding, part: float) -> float:
-    """Return the host bytes of the gradients of the update and of those that add up before it, and at ZeRO 1 and 2 of
-    the updated weights on their way back."""
+    """Return the host bytes of the gradients, both those of the update and those accumulated before it, and at ZeRO 1
+    and 2 of the updated weights that are copied back to the GPU."""
     weights = zero.element_bytes if zero.zero_stage < 3 else 0
     return (_FLOAT + zero.gradient_bytes + weights) * part
 
 
 def _buffers(setup: Setup) -> float:
-    zero, P = setup.sharding, setup.parameters
+    zero = setup.sharding
     if zero.zero_stage == 0:
         return 0.0
     if zero.keeps_two_gradients:  # no buckets: all are reduced as one tensor, after the activations are gone
         return 0.0
     buckets = zero.bucket * (2 if zero.reduces_in_backward and zero.zero_stage < 3 else 1)
-    gathered = min(P, zero.most_gathered) if zero.zero_stage == 3 and setup.data > 1 else 0
+    gathered = min(setup.parameters, zero.most_gathered) if zero.zero_stage == 3 and setup.data > 1 else 0
     return zero.element_bytes * (buckets + gathered)
 
 
 def _needed_by_update(setup: Setup, part: float) -> float:
-    """Copies of the gradients that an update makes, in full precision, and what the optimizer needs in addition."""
+    """Return the bytes of the gradient copies that an update makes and of the optimizer's temporary tensors."""
     zero = setup.sharding
     if zero.zero_stage == 0:  # the norm is taken in double precision, parameter by parameter
         largest = max(setup.parameter_sizes)
-        flat = min(setup.parameters, zero.bucket) if setup.data > 1 else 0  # gradients are laid end to end to be summed
+        flat = min(setup.parameters, zero.bucket) if setup.data > 1 else 0  # gradients are flattened to be summed
         return max(2.0 * _DOUBLE * largest, zero.element_bytes * flat)
     if zero.zero_stage == 3:
         return _FLOAT * (1 + zero.optimizer_states) * min(part, zero.group)
-    if zero.keeps_two_gradients:  # a copy travels in half precision
+    if zero.keeps_two_gradients:  # a copy is reduced in half precision
         return max(zero.element_bytes * setup.parameters, _FLOAT * zero.optimizer_states * part)
     flat = zero.element_bytes if zero.gradient_bytes != _FLOAT else 0
     return (_FLOAT * zero.optimizer_states + flat) * part

@@ -1,7 +1,7 @@
 """The parts of a model, each with its costs: attention, feed-forward and vocabulary.
 
 `memory`, `traffic` and `timing` add them up. A kind of attention or vocabulary is a class, and a row in a table below.
-Symbols: N tokens of a micro-batch, M with those of the cache, D hidden size, e bytes of a weight.
+Symbols: D hidden size, L segment length, C cache length, S their sum, e bytes per weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_style.config.model import ModelConfig
 from megatron_style.planning.setup import Setup
 from megatron_style.schedule.stages import Stage
 
-PASSES = 3  # backward makes two products (for the input and for the weight) of each that forward makes
+PASSES = 3  # for each product of forward, backward computes two: the gradients of the input and of the weight
 _FLOAT, _LONG = 4, 8  # bytes
 
 
@@ -61,7 +61,7 @@ class Sent:
 
     messages: int
     vectors: int  # of the hidden size
-    other: float = 0.0  # bytes of whatever else
+    other: float = 0.0  # bytes of everything else
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,13 @@ class Attention:
     batch: MicroBatch
 
     def products(self, *, causal_once: bool) -> float:
-        """Return the multiplications per token of a forward pass; with `causal_once`, those that the mask leaves."""
+        """Return the multiplications per token of a forward pass; with `causal_once`, without the masked ones."""
         D = self.batch.model.hidden_size
-        L, C = self.batch.stage.segment_length, self.batch.stage.cache_length
+        L = self.batch.stage.segment_length
+        C = self.batch.stage.cache_length
         attended = C + (L + 1) / 2 if causal_once else L + C
-        # Keys and values of cached tokens are projected anew, with the weights as they are now; no gradient flows back
-        # into the cache, which saves one product.
+        # Keys and values of cached tokens are projected again, with the current weights; no gradient flows into the
+        # cache, which saves one product.
         projections = D * D * (4 + 2 * C / L * (PASSES - 1) / PASSES)
         return projections + 2 * attended * D
 
@@ -98,8 +99,7 @@ class Attention:
 
     @property
     def held_for_cache(self) -> float:
-        """Return the bytes that a recomputed block does not keep, but that stay until the next cache is made of them:
-        its normed input."""
+        """Return the bytes of a recomputed block's normed input, which is held until the next cache is made of it."""
         if not self.batch.setup.recompute or self._next_cache_is_the_input:
             return 0.0
         return float(self.batch.stream)
@@ -117,8 +117,8 @@ class Attention:
 
     @property
     def sent(self) -> Sent:
-        """Return one sum after the output projection and one gradient before the input projections, none of the cache.
-        A recomputed block repeats the first."""
+        """Return one sum after the output projection and one gradient before the input projections; the cache has
+        none. A recomputed block repeats the first."""
         times = 3 if self.batch.setup.recompute else 2
         return Sent(messages=times, vectors=times * self.batch.tokens)
 
@@ -217,7 +217,7 @@ class Vocabulary:
 
     @property
     def needed(self) -> float:
-        """Return the most bytes at once in the loss, where bands are scored one after another."""
+        """Return the peak bytes of the loss, where bands are scored one after another."""
         per_score = self.batch.setup.kernels.bytes_needed_per_score
         per_score += self.batch.element_bytes % _FLOAT  # a copy in half precision
         kept = self._kept_by_bands
@@ -226,7 +226,7 @@ class Vocabulary:
     @property
     def sent(self) -> Sent:
         """Return the vectors after the embedding, the gradient of the scored ones, and three numbers per token: the
-        greatest score, the sum and the score picked."""
+        largest logit, the sum of exponentials and the target's logit."""
         tokens = self.batch.tokens
         return Sent(messages=1 + 4, vectors=2 * tokens, other=3.0 * tokens * _FLOAT)
 
@@ -248,7 +248,8 @@ class Vocabulary:
     @property
     def _scores(self) -> tuple[float, ...]:
         """Return the number of logits of each band: the head has one per token, a tail for its own tokens only."""
-        setup, tokens = self.batch.setup, self.batch.tokens
+        setup = self.batch.setup
+        tokens = self.batch.tokens
         head, *tails = setup.bands
         of_head = tokens * (head.tokens / setup.tensor + len(tails))
         shares = zip(tails, setup.band_shares[1:], strict=True)
@@ -261,21 +262,24 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class AdaptiveVocabulary(Vocabulary):
-    """Several bands, of which the tails are narrow: projected on their way in and out, and scored for their tokens."""
+    """Several bands, of which the tails are narrow: projected on input and output, scored for their own tokens only."""
 
     def products(self) -> float:
-        D, shares = self.batch.model.hidden_size, self.batch.setup.band_shares
+        D = self.batch.model.hidden_size
+        shares = self.batch.setup.band_shares
         head, *tails = self.batch.setup.bands
         products = D * (head.tokens + len(tails)) + shares[0] * D * head.width
         for band, share in zip(tails, shares[1:], strict=True):
-            products += share * band.width * (D + D + band.tokens)  # projected inwards, outwards, scored
+            products += share * band.width * (D + D + band.tokens)  # projected on input, on output, and scored
         return products
 
     @property
     def sent(self) -> Sent:
-        """Return in addition the gradients of the projections, and of each tail its narrow inputs."""
-        setup, tokens = self.batch.setup, self.batch.tokens
-        D, e = setup.model.hidden_size, self.batch.element_bytes
+        """Return in addition the gradients of the projections and those of each tail's narrow inputs."""
+        setup = self.batch.setup
+        tokens = self.batch.tokens
+        D = setup.model.hidden_size
+        e = self.batch.element_bytes
         other = 3.0 * tokens * _FLOAT + sum(D * band.width for band in setup.bands) * e
         for band, share in zip(setup.bands[1:], setup.band_shares[1:], strict=True):
             other += tokens * share * (3 * _FLOAT + band.width * e)
@@ -312,7 +316,7 @@ _VOCABULARIES: Mapping[str, type[Vocabulary]] = {
 
 @dataclass(frozen=True)
 class Parts:
-    """One block's halves, of which there are `layers`, and the vocabulary."""
+    """The two halves of one of `layers` equal blocks, and the vocabulary."""
 
     layers: int
     attention: Attention

@@ -1,4 +1,4 @@
-"""An estimate as a picture: memory and time of each stage, and what more GPUs bring."""
+"""An estimate as a picture: memory and time of each stage, and the share of communication by number of GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_style.planning.hardware import GIB
 
 
 def draw(estimate: RunEstimate, path: Path) -> None:
-    """The suffix of the file decides its kind."""
+    """Write the picture in the format that the file's suffix names."""
     charts = 3 if len(estimate.scaling) > 1 else 2
     figure = Figure(figsize=(5 * charts, 5), layout="constrained")
     axes = figure.subplots(1, charts)

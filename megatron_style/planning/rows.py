@@ -1,4 +1,4 @@
-"""An estimate as rows of text, for people."""
+"""An estimate as tables of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Table:
 
 
 def summary(estimate: RunEstimate) -> dict[str, object]:
-    text, totals, zero = estimate.text, estimate.totals, estimate.sharding
+    text = estimate.text
+    totals = estimate.totals
+    zero = estimate.sharding
     shares = ", ".join(f"{share:.1%}" for share in text.band_shares)
     return {
         "parameters": estimate.parameters,
@@ -61,7 +63,7 @@ _MEMORY_CELLS: Mapping[str, Cell] = {
 }
 _STEP_CELLS: Mapping[str, Cell] = {
     "segment + cache": lambda stage: f"{stage.stage.segment_length} + {stage.stage.cache_length}",
-    "FLOPs a token": lambda stage: f"{stage.flops_per_token:.4g}",
+    "FLOPs per token": lambda stage: f"{stage.flops_per_token:.4g}",
     "  with dense attention": lambda stage: f"{stage.dense_flops_per_token:.4g}",
     "gradients sent, MB": lambda stage: f"{stage.traffic.gradients / 1e6:,.1f}",
     "weights sent, MB": lambda stage: f"{stage.traffic.weights / 1e6:,.1f}",

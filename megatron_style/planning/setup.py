@@ -1,4 +1,4 @@
-"""What is trained, on what grid, with what sharding and kernels: with a stage, all that an estimate is made of."""
+"""The setup of a run: model, grid, sharding and kernels. Together with a stage it determines an estimate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_style.model.shape import BandShape, bands, parameters
 from megatron_style.planning.text import TextFacts
 
 Precision = Literal["fp32", "bf16", "fp16"]
-_STATES = {"nag": 1, "adamw": 2}  # full-precision numbers an optimizer keeps for each parameter
+_STATES = {"nag": 1, "adamw": 2}  # full-precision numbers that an optimizer keeps per parameter
 _SIZE_KEYS = {
     "bucket": "reduce_bucket_size",
     "most_gathered": "stage3_max_live_parameters",
@@ -28,17 +28,17 @@ _FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Sharding:
-    """Counts are of elements. The defaults are DeepSpeed's."""
+    """DeepSpeed's settings of precision and sharding, with its defaults. Sizes are numbers of elements."""
 
     zero_stage: int = 0
     precision: Precision = "fp32"
     optimizer_states: int = 1
     bucket: int = 500_000_000  # gradients are reduced through a buffer of this size
-    overlaps: bool = False  # as overlap_comm asks; `reduces_in_backward` says whether it happens
-    full_gradients: bool = False  # in half precision: the gradients of micro-batches add up in float32
-    most_gathered: int = 1_000_000_000  # ZeRO 3: weights that are whole at once,
-    kept_whole: int = 100_000  # the size up to which a parameter is never split,
-    group: int = 1_000_000_000  # and parameters updated at once
+    overlaps: bool = False  # what overlap_comm asks for; `reduces_in_backward` is what happens
+    full_gradients: bool = False  # in half precision: gradients of micro-batches are accumulated in float32
+    most_gathered: int = 1_000_000_000  # ZeRO 3: weights that are gathered at the same time
+    kept_whole: int = 100_000  # ZeRO 3: the size up to which a parameter is never sharded
+    group: int = 1_000_000_000  # ZeRO 3: parameters that are updated at the same time
     offloads_optimizer: bool = False
     offloads_weights: bool = False
 
@@ -48,7 +48,7 @@ class Sharding:
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the bytes of an element of the gradients that add up over micro-batches."""
+        """Return the bytes per element of the gradients that are accumulated over micro-batches."""
         return 4 if self.full_gradients else self.element_bytes
 
     @property
@@ -68,8 +68,8 @@ class Sharding:
 class Kernels:
     """What torch's kernels keep; the defaults are those of GPUs."""
 
-    fused_attention: bool = True  # never holds the matrix of tokens x tokens; CPUs have it only without dropout
-    byte_masks: bool = True  # torch's own dropout keeps a byte per element; on CPUs as much as the element has
+    fused_attention: bool = True  # never holds the matrix of tokens x tokens; on CPUs only without dropout
+    byte_masks: bool = True  # torch's own dropout keeps a byte per element; on CPUs, as many as the element has
     bytes_kept_per_score: int = _FLOAT  # logits are in full precision, whatever the weights are in
     bytes_needed_per_score: int = 0  # extra bytes at the peak; 0, because the gradient reuses the logits' memory
 
@@ -79,7 +79,7 @@ ON_GPU = Kernels()
 
 @dataclass(frozen=True)
 class Setup:
-    """The sizes of the grid are `tensor` and `data`."""
+    """A model on a grid of `data` x `tensor` ranks."""
 
     model: ModelConfig
     vocab_size: int
@@ -119,7 +119,7 @@ def setup_of(run: RunConfig, text: TextFacts, sharding: Sharding, *, gpus: int) 
 
 
 def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
-    """`user` is the content of the run's ds_config."""
+    """Return the settings of the run's ds_config, whose content is `user`."""
     source = str(run.deepspeed)
     section = _section(user, "zero_optimization", source)
     stage = section.get("stage", 0)
@@ -141,7 +141,7 @@ def sharding_of(run: RunConfig, user: dict[str, Any]) -> Sharding:
 def _elements(section: dict[str, Any], key: str, source: str) -> int:
     value = section[key]
     if not isinstance(value, int | float) or value < 0:
-        raise UserError(f"{source}: zero_optimization.{key} is {json.dumps(value)}; a number from 0 on is expected")
+        raise UserError(f"{source}: zero_optimization.{key} is {json.dumps(value)}; a number of at least 0 is expected")
     return int(value)
 
 
@@ -165,7 +165,7 @@ def _optimizer_states(run: RunConfig, user: dict[str, Any]) -> int:
     kind = _section(user, "optimizer", str(run.deepspeed)).get("type")
     if str(kind).lower() not in _DEEPSPEED_STATES:
         known = ", ".join(_DEEPSPEED_STATES)
-        raise UserError(f"{run.deepspeed}: optimizer.type is {json.dumps(kind)}; plans are made for {known}")
+        raise UserError(f"{run.deepspeed}: optimizer.type is {json.dumps(kind)}; plan knows {known}")
     return _DEEPSPEED_STATES[str(kind).lower()]
 
 

@@ -1,4 +1,4 @@
-"""What an estimate needs to know about the text: counted where the corpus is there, by Zipf's law where it is not."""
+"""The figures of a corpus that an estimate needs: counted if the corpus is there, else derived from Zipf's law."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.store import TokenStore, open_store, store_files
 from megatron_style.model.shape import bands
 
-_BLOCK, _BLOCKS = 1 << 18, 64  # so much of the text is looked at, evenly spread: 17M tokens at most
+# The text is sampled in evenly spread blocks: 17M tokens at most.
+_BLOCK = 1 << 18
+_BLOCKS = 64
 # Frequent words follow 1/rank, rarer ones fall faster: Gerlach & Altmann, "Stochastic model for the vocabulary growth
 # in natural languages" (Physical Review X, 2013), who fitted this to English books.
-_BEND, _STEEPNESS = 7873, 1.77
+_BEND = 7873
+_STEEPNESS = 1.77
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def text_facts(run: RunConfig) -> TextFacts:
         tokenizer = tokenizer_beside(run.data.train)
         if tokenizer is None:
             raise UserError(
-                f"data.vocab_size: missing, and there is no dictionary in {run.data.train.parent} to take it from; "
+                f"data.vocab_size: missing, and there is no dictionary in {run.data.train.parent} to read it from; "
                 f"prepare the corpus, or give the number of token ids: --set data.vocab_size=50000"
             )
         vocab_size = tokenizer.vocab_size
@@ -56,7 +59,7 @@ def measured_shares(store: TokenStore, model: ModelConfig, vocab_size: int) -> t
 
 
 def zipf_shares(model: ModelConfig, vocab_size: int) -> tuple[float, ...]:
-    """Return the share of tokens in each band, for ids in the order of frequency."""
+    """Return the share of tokens in each band by Zipf's law, for ids in descending order of frequency."""
     return _zipf_shares(tuple(band.last for band in bands(model, vocab_size)))
 
 
@@ -68,7 +71,7 @@ def _zipf_shares(ends: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def zipf_ids(vocab_size: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return token ids that are as frequent as Zipf's law says, in growing order."""
+    """Return token ids as frequent as Zipf's law says, in ascending order."""
     sums = _zipf_sums(vocab_size)
     ids: np.ndarray[tuple[int], np.dtype[np.int64]] = np.searchsorted(sums, (np.arange(count) + 0.5) / count * sums[-1])
     return ids

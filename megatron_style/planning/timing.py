@@ -1,4 +1,4 @@
-"""How long a step takes: arithmetic at a share of the GPU's peak, the update at its memory's speed, and messages."""
+"""The time of a step: arithmetic at a share of the GPU's peak, the update at its memory's speed, and messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from megatron_style.planning.text import zipf_shares
 from megatron_style.planning.traffic import Traffic, estimate_traffic
 from megatron_style.schedule.stages import Stage
 
-_HOST_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6  # seconds a message takes for each doubling of the ranks; NCCL's order
-_BACKWARD = 2 / 3  # of a step's arithmetic: what a reduction can hide behind
+# Seconds per message and doubling of the ranks; NCCL's order of magnitude.
+_HOST_LATENCY = 5e-6
+_NETWORK_LATENCY = 20e-6
+_BACKWARD = 2 / 3  # of a step's arithmetic; a reduction can overlap with it
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,9 @@ class StepTime:
 
     compute: float
     update: float  # the optimizer's
-    tensor: float  # messages between tensor-parallel ranks: nothing goes on meanwhile
+    tensor: float  # messages between tensor-parallel ranks, which overlap with nothing
     data: float  # messages between data-parallel ranks
-    exposed: float  # what of those is not hidden behind backward
+    exposed: float  # the part of those that does not overlap with backward
     total: float
     communication_share: float  # of the total
 
@@ -51,33 +53,34 @@ def training_flops_per_token(
     band_shares: Sequence[float] | None = None,
     causal_once: bool = True,
 ) -> float:
-    """Return `flops_of_token` on whatever grid. `band_shares` is the share of tokens in each band of the vocabulary;
-    default: Zipf's law."""
+    """Return `flops_of_token`, which does not depend on the grid. `band_shares` is the share of tokens in each band of
+    the vocabulary; it defaults to Zipf's law."""
     shares = zipf_shares(model, vocab_size) if band_shares is None else tuple(band_shares)
     stage = Stage(0, segment_length, cache_length, rows=1, micro_rows=1)
     return flops_of_token(Setup(model, vocab_size, shares, Sharding()), stage, causal_once=causal_once)
 
 
 def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> float:
-    """Return the FLOPs of forward and backward of one trained token whose cache is full, without recompute.
+    """Return the FLOPs of forward and backward per trained token with a full cache, without recompute.
 
     Only matrix products count, as is usual: sums, norms, activations and lookups are a percent of them or less. A
-    multiplication with its addition counts as 2. `causal_once` counts only what a token may attend to: the model's own
-    work, whatever the kernel. Without it, attention is segment x (cache + segment), what a kernel that only masks
-    computes."""
+    multiplication with its addition counts as 2. `causal_once` counts only what a token may attend to, which is what
+    the model requires. Without it, attention is segment x (cache + segment), which is what a kernel computes that only
+    masks."""
     return 2.0 * PASSES * parts_of(setup, stage).products(causal_once=causal_once)
 
 
 def executed_flops(setup: Setup, stage: Stage) -> float:
-    """Return what one rank computes in a step. Kernels skip what a token may not see, with a cache too; kernels that
-    hold the matrix of tokens x tokens skip nothing. Recomputing is a second forward pass, a third of the whole."""
+    """Return the FLOPs that one rank executes in a step. Fused kernels skip masked tokens, with a cache too; kernels
+    that hold the matrix of tokens x tokens skip nothing. Recompute adds a second forward pass, a third of the rest."""
     each = flops_of_token(setup, stage, causal_once=setup.kernels.fused_attention)
     again = 4 / 3 if setup.recompute else 1
     return again * each * stage.rows * stage.segment_length / setup.tensor
 
 
 def estimate_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
-    gpu, traffic = machine.gpu, estimate_traffic(setup, stage)
+    gpu = machine.gpu
+    traffic = estimate_traffic(setup, stage)
     compute = executed_flops(setup, stage) / (gpu.peak(setup.sharding.precision) * machine.efficiency)
     states = estimate_states(setup)
     update = (states.weights + states.gradients + 2 * states.optimizer) / gpu.memory_speed
@@ -89,7 +92,7 @@ def estimate_time(setup: Setup, stage: Stage, machine: Machine) -> StepTime:
 
 
 def _hiding(setup: Setup, stage: Stage) -> float:
-    """Return the share of a step's arithmetic that runs during the data-parallel messages: ZeRO 1 sends them in the
+    """Return the share of a step's arithmetic that overlaps with the data-parallel messages, which ZeRO 1 sends in the
     backward pass of the last micro-batch only."""
     if not setup.sharding.reduces_in_backward:
         return 0.0
@@ -97,13 +100,14 @@ def _hiding(setup: Setup, stage: Stage) -> float:
 
 
 def _data_seconds(traffic: Traffic, setup: Setup, gpu: Gpu) -> float:
-    """Tensor-parallel ranks are neighbours, so that data-parallel ones share a host only when all ranks do."""
+    """Return the seconds of the data-parallel messages. Tensor-parallel ranks are neighbours, so that data-parallel
+    ranks share a host only when all ranks do."""
     sent = traffic.gradients + traffic.weights
     return _seconds(sent, traffic.data_messages, setup.data, setup.data * setup.tensor, gpu)
 
 
 def _seconds(sent: float, messages: int, ranks: int, spread: int, gpu: Gpu) -> float:
-    """`spread` is how many GPUs lie between the first and the last of the ranks."""
+    """Return the seconds of messages among ranks that are spread over `spread` neighbouring GPUs."""
     inside = spread <= gpu.per_host
     latency = messages * math.log2(ranks) * (_HOST_LATENCY if inside else _NETWORK_LATENCY)
     return sent / (gpu.host_speed if inside else gpu.network_speed) + latency

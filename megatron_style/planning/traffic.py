@@ -1,5 +1,5 @@
-"""Bytes that each rank sends in one step. Rings: of a message of n bytes a rank sends n (r - 1)/r, twice in a reduction
-that leaves the result everywhere."""
+"""Bytes that each rank sends in one step. Collectives are rings: for a message of n bytes each of r ranks sends
+n (r - 1)/r bytes, and twice as many in an all-reduce."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_style.schedule.stages import Stage
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one step and rank, over all its micro-batches."""
+    """The messages of one rank in one step, over all its micro-batches."""
 
     gradients: float  # bytes sent to data-parallel ranks
-    weights: float  # likewise, to bring ZeRO's weights together
+    weights: float  # bytes sent to data-parallel ranks to gather ZeRO's weights
     tensor: float  # bytes sent to tensor-parallel ranks
     data_messages: int
     tensor_messages: int
@@ -33,15 +33,15 @@ def estimate_traffic(setup: Setup, stage: Stage) -> Traffic:
     zero = setup.sharding
     micros = stage.accumulation
     sent = _sent_over_tensor_axis(setup, stage)
-    whole = setup.parameters * zero.element_bytes
+    parameter_bytes = setup.parameters * zero.element_bytes
     around = (setup.data - 1) / setup.data
-    reductions = micros if zero.zero_stage >= 2 else 1  # ZeRO 2 keeps no whole gradient until the last micro-batch
-    gradients = reductions * whole * around * (1 if zero.zero_stage == 3 else 2)
+    reductions = micros if zero.zero_stage >= 2 else 1  # from ZeRO 2 on, no unsharded gradient is kept between them
+    gradients = reductions * parameter_bytes * around * (1 if zero.zero_stage == 3 else 2)
     gathers = {0: 0, 1: 1, 2: 1, 3: micros * (1 if setup.parameters <= zero.most_gathered else 2)}[zero.zero_stage]
     buckets = max(1, setup.parameters // max(1, zero.bucket))
     return Traffic(
         gradients=gradients,
-        weights=gathers * whole * around,
+        weights=gathers * parameter_bytes * around,
         tensor=2 * (setup.tensor - 1) / setup.tensor * micros * sent.bytes,
         data_messages=(reductions * buckets + gathers) if setup.data > 1 else 0,
         tensor_messages=micros * sent.messages if setup.tensor > 1 else 0,

@@ -1,5 +1,5 @@
-"""Runs read back, compared and drawn as one HTML page. No torch, no scripts in the page.
+"""Reads runs back, compares them and draws them as one HTML page. No torch, no scripts in the page.
 
-history: a run as it was recorded. comparison: of runs. page: the document; charts, bars, svg, scale, style, tables,
-markup: its parts. Read history, then page.
+history: a run as it was recorded. comparison: several runs. page: the document; charts, bars, svg, scale, style,
+tables, markup: its parts. Read history, then page.
 """

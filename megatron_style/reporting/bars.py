@@ -1,4 +1,4 @@
-"""A bar chart as inline SVG: groups side by side, one bar a run in each."""
+"""A bar chart as inline SVG: groups side by side, with one bar per run in each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.scale import Scale
 from megatron_style.reporting.svg import LEFT, TOP, Field, base_line, frame, y_axis
 
-_WIDTH, _HEIGHT, _BOTTOM = 340, 150, 28
+_WIDTH = 340
+_HEIGHT = 150
+_BOTTOM = 28
 _WIDEST = 56.0
 
 
@@ -37,7 +39,7 @@ class BarChart:
 
 def draw_bars(chart: BarChart) -> Markup:
     field = Field(LEFT, TOP, _WIDTH - 4, TOP + _HEIGHT)
-    highest = max(bar.value for group in chart.groups for bar in group.bars)
+    highest = max(max(bar.value for bar in group.bars) for group in chart.groups)
     y = Scale(0.0, highest * 1.08 or 1.0, field.bottom, field.top)
     width = (field.right - field.left) / len(chart.groups)
     groups = join(
@@ -54,7 +56,8 @@ def _group(group: Group, quantity: Quantity, y: Scale, left: float, width: float
     first = left + (width - wide * len(group.bars)) / 2
     drawn = []
     for index, bar in enumerate(group.bars):
-        x, top = first + index * wide, y.place(bar.value)
+        x = first + index * wide
+        top = y.place(bar.value)
         title = tag("title", text(f"{bar.name}, {group.label}: {quantity.text(bar.value)}"))
         path = f"M{x + 1:.1f} {y.start:g}V{top:.1f}h{wide - 2:.1f}V{y.start:g}z"
         drawn.append(tag("path", title, d=path, class_=f"bar {bar.style}"))

@@ -1,9 +1,9 @@
-"""Which charts there are: what is drawn from runs, and in which ranges."""
+"""The page's charts: their lines, bars and ranges, made from runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
@@ -18,7 +18,7 @@ Values = Callable[[RunHistory], Sequence[tuple[Place, float | None]]]
 
 @dataclass(frozen=True)
 class Along:
-    """What a curve is drawn against."""
+    """A quantity that curves are drawn against."""
 
     key: str
     label: str
@@ -38,7 +38,7 @@ def recorded(along: Along, run: RunHistory) -> bool:
 
 
 def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
-    """Loss, perplexity, learning rate and gradient norm; those of which nothing was recorded are left out."""
+    """Return the charts of loss, perplexity, learning rate and gradient norm, without those that have no records."""
     bands = _bands(runs, along)
     small_bands = tuple(band for band in bands if band.row is None)  # rows of stages would fill a small chart
     losses = _lines(runs, along, "training", lambda run: [(event.at, event.loss) for event in run.trained])
@@ -48,7 +48,7 @@ def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
     rates = _lines(runs, along, "training", lambda run: [(event.at, event.learning_rate) for event in run.trained])
     norms = _lines(runs, along, "training", lambda run: [(event.at, event.grad_norm) for event in run.trained])
     charts = (
-        _chart("loss", "Loss, nats a token", along, losses, _upwards(_range(losses)), bands=bands),
+        _chart("loss", "Loss, nats per token", along, losses, _upwards(_range(losses)), bands=bands),
         _chart("perplexity", "Perplexity", along, training + held_out,
                _upwards(_perplexity_range(training, held_out), COUNT, logarithmic=True), bands=bands),
         _chart("rate", "Learning rate", along, rates, _upwards(_range(rates), RATE), bands=small_bands, height=120),
@@ -59,7 +59,7 @@ def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
 
 
 def by_position(runs: Sequence[RunHistory]) -> Chart | None:
-    """The last validation of each run, and faintly those at the ends of its earlier stages."""
+    """Return the chart of each run's last validation and, fainter, of those at the ends of its earlier stages."""
     lines = []
     for number, run in enumerate(runs, start=1):
         lines += [_position_line(run, valid, f"run-{number} faint") for valid in _stage_ends(run)]
@@ -68,16 +68,16 @@ def by_position(runs: Sequence[RunHistory]) -> Chart | None:
     if spread is None:
         return None
     return Chart(
-        "position", "Held-out loss, nats a token",
-        "Mean loss at equal bands of the place in the segment, of the last validation and of earlier stages' ends.",
-        ChartAxis(PERCENT, 0.0, 100.0, "place in the segment"), ChartAxis(NUMBER, *padded(*spread)), tuple(lines),
+        "position", "Held-out loss, nats per token",
+        "Mean loss in equal bands of the position in the segment, of the last validation and of earlier stages' ends.",
+        ChartAxis(PERCENT, 0.0, 100.0, "position in the segment"), ChartAxis(NUMBER, *padded(*spread)), tuple(lines),
     )  # fmt: skip
 
 
 def speeds(runs: Sequence[RunHistory]) -> tuple[BarChart, ...]:
-    """What each stage did in a second and held in memory; stages of the same segment length stand together."""
+    """Return the charts of each stage's speed and memory, where stages of the same segment length form a group."""
     charts = (
-        _bar_chart(runs, "speed", "Speed, tokens a second", COUNT, lambda figures: figures.tokens_per_second),
+        _bar_chart(runs, "speed", "Speed, tokens per second", COUNT, lambda figures: figures.tokens_per_second),
         _bar_chart(runs, "work", "Speed, FLOP/s", FLOPS_PER_SECOND, lambda figures: figures.flops_per_second),
         _bar_chart(runs, "memory", "Peak memory of the first rank", MEMORY, lambda figures: figures.memory_bytes),
     )
@@ -94,7 +94,7 @@ def _chart(
     bands: tuple[StageBand, ...],
     height: int = 220,
 ) -> Chart | None:
-    reach = max((point.x for line in lines for point in line.points), default=0.0)
+    reach = max((point.x for point in _all_points(lines)), default=0.0)
     if y is None or reach <= 0:
         return None
     about = f"{title} against {along.label}. Lines: {'; '.join(line.name for line in lines)}."
@@ -105,7 +105,7 @@ def _chart(
 def _upwards(
     values: tuple[float, float] | None, quantity: Quantity = NUMBER, *, logarithmic: bool = False
 ) -> ChartAxis | None:
-    """For values from the first to the second; None if there are none."""
+    """Return the y axis for values in this range; None if there is no range."""
     if values is None:
         return None
     return ChartAxis(quantity, *padded(*values, logarithmic=logarithmic), logarithmic=logarithmic)
@@ -120,7 +120,7 @@ def _lines(runs: Sequence[RunHistory], along: Along, kind: str, values: Values) 
 
 
 def _points(events: Sequence[tuple[Place, float | None]], along: Along) -> tuple[Point, ...]:
-    """What was not recorded at a place is a gap there; a place without its x is left out."""
+    """Return a point per place that has an x. A value that was not recorded is a gap."""
     return tuple(
         Point(x, math.nan if value is None else value, place.step)
         for place, value in events
@@ -128,8 +128,13 @@ def _points(events: Sequence[tuple[Place, float | None]], along: Along) -> tuple
     )
 
 
+def _all_points(lines: Iterable[Line]) -> Iterator[Point]:
+    for line in lines:
+        yield from line.points
+
+
 def _bands(runs: Sequence[RunHistory], along: Along) -> tuple[StageBand, ...]:
-    """Stages that are the same in all runs shade the whole height; otherwise each run has a row."""
+    """Return the bands of the stages: over the full height if they are the same in all runs, else a row per run."""
     shared = len({_stage_bounds(run, along) for run in runs}) == 1
     bands = []
     for number, run in enumerate(runs[:1] if shared else runs, start=1):
@@ -146,24 +151,28 @@ def _stage_bounds(run: RunHistory, along: Along) -> tuple[tuple[float, float, st
 
 
 def _range(lines: Iterable[Line], *, positive: bool = False) -> tuple[float, float] | None:
-    values = [point.y for line in lines for point in line.points if math.isfinite(point.y)]
+    values = [point.y for point in _all_points(lines) if math.isfinite(point.y)]
     values = [value for value in values if value > 0 or not positive]
     return (min(values), max(values)) if values else None
 
 
 def _perplexity_range(training: tuple[Line, ...], held_out: tuple[Line, ...]) -> tuple[float, float] | None:
-    """Down to the lowest of all, up to the highest held-out one: the first steps' training would flatten the rest."""
-    whole, upper = _range(training + held_out, positive=True), _range(held_out, positive=True)
-    if whole is None or upper is None or upper[0] == upper[1]:
-        return whole
-    return whole[0], upper[1]
+    """Return the range from the lowest value to the highest held-out one: the first training steps would flatten the
+    rest."""
+    both = _range(training + held_out, positive=True)
+    upper = _range(held_out, positive=True)
+    if both is None or upper is None or upper[0] == upper[1]:
+        return both
+    return both[0], upper[1]
 
 
 def _stage_ends(run: RunHistory) -> list[HeldOut]:
-    """The last validation of each stage but the last."""
-    nexts = [stage.before.step for stage in run.stages[1:]]
-    before = ([valid for valid in run.held_out if valid.at.step < step] for step in nexts)
-    return [valids[-1] for valids in before if valids]
+    """Return the last validation of each stage but the last."""
+    ends = []
+    for stage in run.stages[1:]:
+        before = [valid for valid in run.held_out if valid.at.step < stage.before.step]
+        ends += before[-1:]
+    return ends
 
 
 def _position_line(run: RunHistory, valid: HeldOut, style: str, *, has_marks: bool = False) -> Line:
@@ -179,18 +188,21 @@ def _bar_chart(
     quantity: Quantity,
     value: Callable[[StageFigures], float | None],
 ) -> BarChart | None:
-    known = [
-        (figures, Bar(run.name, f"run-{number}", amount))
-        for number, run in enumerate(runs, start=1)
-        for figures in stage_figures(run)
-        if (amount := value(figures)) is not None and math.isfinite(amount)
-    ]
+    known = []
+    for number, run in enumerate(runs, start=1):
+        for figures in stage_figures(run):
+            amount = value(figures)
+            if amount is not None and math.isfinite(amount):
+                known.append((figures, Bar(run.name, f"run-{number}", amount)))
     if not known:
         return None
-    groups: dict[str, list[Bar]] = {}
+    bars: dict[str, list[Bar]] = {}
     for figures, bar in sorted(known, key=lambda pair: pair[0].segment_length or 0):  # stable: runs keep their order
-        groups.setdefault(figures.label, []).append(bar)
-    about = "; ".join(
-        f"{bar.name}, {label}: {quantity.text(bar.value)}" for label, bars in groups.items() for bar in bars
-    )
-    return BarChart(key, title, about, quantity, tuple(Group(label, tuple(bars)) for label, bars in groups.items()))
+        bars.setdefault(figures.label, []).append(bar)
+    groups = tuple(Group(label, tuple(group)) for label, group in bars.items())
+    about = "; ".join(_in_words(group, quantity) for group in groups)
+    return BarChart(key, title, about, quantity, groups)
+
+
+def _in_words(group: Group, quantity: Quantity) -> str:
+    return "; ".join(f"{bar.name}, {group.label}: {quantity.text(bar.value)}" for bar in group.bars)

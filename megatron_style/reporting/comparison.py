@@ -1,9 +1,10 @@
-"""Runs beside each other: what was set apart, how far each came, and how soon each was as good as another."""
+"""Runs compared: their settings, their results, and when each became as good as another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron_style.reporting.history import HeldOut, RunHistory
 
@@ -11,33 +12,36 @@ from megatron_style.reporting.history import HeldOut, RunHistory
 @dataclass(frozen=True)
 class Difference:
     key: str
-    values: tuple[str | None, ...]  # one for each run; None: not set
+    values: tuple[str | None, ...]  # one per run; None: not set
 
 
 @dataclass(frozen=True)
 class Match:
-    """Where a run's held-out loss came down to a goal."""
+    """The place at which a run's held-out loss reached a goal."""
 
     tokens: float | None
     seconds: float | None
-    at_most: bool  # already the first validation was as good: it may have been there before
+    at_most: bool  # the first validation was below the goal, so that it may have been reached earlier
 
 
 def differences(runs: Sequence[RunHistory]) -> tuple[Difference, ...]:
-    """The keys of the run files that do not hold the same in all runs, in the order of the files."""
+    """Return the keys whose values differ between the run files, in the order of the files."""
     files = [dict(run.settings) for run in runs]
-    keys = dict.fromkeys(key for file in files for key in file)
-    rows = (Difference(key, tuple(file.get(key) for file in files)) for key in keys)
-    return tuple(row for row in rows if len(set(row.values)) > 1)
+    found = []
+    for key in dict.fromkeys(chain.from_iterable(files)):
+        values = tuple(file.get(key) for file in files)
+        if len(set(values)) > 1:
+            found.append(Difference(key, values))
+    return tuple(found)
 
 
 def compares(run: RunHistory, other: RunHistory) -> bool:
-    """True unless the losses of the two were measured on other text, or in another vocabulary."""
+    """True unless the losses of the two were measured on different text or with different vocabularies."""
     return run.text_digest == other.text_digest or not (run.text_digest and other.text_digest)
 
 
 def by_text(runs: Sequence[RunHistory]) -> dict[str, list[RunHistory]]:
-    """Return the validated runs by what they were validated on; under "" those that did not record it."""
+    """Return the validated runs by the digest of their held-out text; those that did not record it are under ""."""
     groups: dict[str, list[RunHistory]] = {}
     for run in runs:
         if run.held_out:
@@ -60,9 +64,9 @@ def loss_of(valid: HeldOut) -> float:
 
 
 def match(run: RunHistory, goal: float) -> Match | None:
-    """The first place at which the run's held-out loss was not above the goal; None if it never was.
+    """Return the first place at which the run's held-out loss was not above the goal; None if it never was.
 
-    Between two validations tokens and time are taken to grow evenly while the loss falls from one to the other."""
+    Between two validations, tokens and time are interpolated linearly over the loss."""
     finite = [valid for valid in run.held_out if valid.is_finite]
     reached = next((index for index, valid in enumerate(finite) if loss_of(valid) <= goal), None)
     if reached is None:

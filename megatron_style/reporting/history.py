@@ -1,4 +1,4 @@
-"""A run's folder, read into frozen values. What a run did not record is None, never an error."""
+"""A run's folder, read into frozen values. A value that a run did not record is None, never an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_style.config.yaml_file import read_yaml
 
 @dataclass(frozen=True)
 class Place:
-    """How far training had come."""
+    """A point of training: the totals up to there."""
 
     step: int
     tokens: float | None = None
@@ -74,7 +74,7 @@ class Sample:
 class RunHistory:
     name: str
     run_file: str
-    settings: tuple[tuple[str, str], ...]  # the run file, one value a key: ("model.layers", "4")
+    settings: tuple[tuple[str, str], ...]  # the run file, one value per key: ("model.layers", "4")
     stages: tuple[StageOpening, ...]
     trained: tuple[Trained, ...]
     held_out: tuple[HeldOut, ...]
@@ -82,12 +82,12 @@ class RunHistory:
 
     @property
     def text_digest(self) -> str:
-        """Return what its last validation was measured on; empty if it did not record that."""
+        """Return the digest of the text of its last validation; empty if it was not recorded."""
         return self.held_out[-1].text_digest if self.held_out else ""
 
     @property
     def end(self) -> Place:
-        """How far it came: the counts only grow."""
+        """Return the last place. Counts never decrease, so it has the largest of each."""
         places = [Place(0), *(event.at for event in self.trained), *(event.at for event in self.held_out)]
         return Place(
             max(place.step for place in places),
@@ -96,7 +96,7 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
-    """Each run under its folder's name, or under the whole path where two share the name."""
+    """Return the runs, each named after its folder, or by its path if two folders have the same name."""
     names = [folder.resolve().name for folder in folders]
     named = {
         name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
@@ -105,7 +105,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
 
 
 def read_run(name: str, folder: Path) -> RunHistory:
-    metrics, run_file = RunFolder(folder).metrics, RunFolder(folder).run_file
+    metrics = RunFolder(folder).metrics
+    run_file = RunFolder(folder).run_file
     for needed in (metrics, run_file):
         if not needed.is_file():
             raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
@@ -166,7 +167,7 @@ def _largest(values: Iterator[float | None]) -> float | None:
 
 
 def _flat(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every value of a run file with its path; what is null is left out, like what is not there."""
+    """Yield every value of a run file with its path. Null counts as not set."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flat(inner, f"{key}.{name}" if key else str(name))

@@ -16,7 +16,7 @@ def text(words: object) -> Markup:
 
 
 def tag(name: str, /, *inside: Markup, **attributes: str | float | bool) -> Markup:
-    """An element. `class_` stands for class and `aria_label` for aria-label; False leaves an attribute out."""
+    """Return an element. Write `class_` for class and `aria_label` for aria-label; False leaves an attribute out."""
     given = "".join(
         _attribute(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not False
     )

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else."""
+"""The page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GENERATOR = "megatron_style.report"
 
 
 def is_page(path: Path) -> bool:
-    """True if the file is such a page, which a new one may replace."""
+    """True if the file is a page written here, which a new one may replace."""
     try:
         with path.open("rb") as file:
             return f'content="{_GENERATOR}"'.encode() in file.read(1000)
@@ -38,13 +38,12 @@ def is_page(path: Path) -> bool:
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-    names = ", ".join(run.name for run in runs)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="generator", content=_GENERATOR),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", text(names)),
+        tag("title", text(_names(runs))),
         tag("style", Markup(style_sheet())),
     )
     several = len(runs) > 1
@@ -65,24 +64,29 @@ def _remark(words: str) -> Markup:
 
 
 def _other_texts(runs: Sequence[RunHistory]) -> Markup:
-    """Warn of losses and perplexities that do not compare, or perhaps do not."""
+    """Return warnings about losses and perplexities that are not, or may not be, comparable."""
     groups = by_text(runs)
-    unknown = ", ".join(run.name for run in groups.pop("", []))
+    unknown = _names(groups.pop("", []))
     remarks = []
     if len(groups) > 1:
-        same = "; ".join(", ".join(run.name for run in group) for group in groups.values())
+        same = "; ".join(map(_names, groups.values()))
         remarks.append(
-            f"Warning: the losses and perplexities of these runs do not compare, because they were measured on "
+            f"Warning: the losses and perplexities of these runs are not comparable, because they were measured on "
             f"different held-out text or with different vocabularies. Measured on the same: {same}."
         )
     if unknown and len(runs) > 1:
-        remarks.append(f"Not recorded: the held-out text of {unknown}. Losses compare only on the same text.")
+        remarks.append(f"Not recorded: the held-out text of {unknown}. Losses are comparable only on the same text.")
     return join(tag("p", text(words), class_="warning", role="note") for words in remarks)
 
 
+def _names(runs: Sequence[RunHistory]) -> str:
+    return ", ".join(run.name for run in runs)
+
+
 def _figures(run: RunHistory) -> Markup:
-    """The figures of a single run, large."""
-    end, lowest = run.end, best(run)
+    """Return the main figures of a single run, in large type."""
+    end = run.end
+    lowest = best(run)
     at_best = f"best {perplexity(lowest)}, step {lowest.at.step:,}" if lowest else "no validation yet"
     rates = [stage.tokens_per_second for stage in stage_figures(run) if stage.tokens_per_second is not None]
     speed = COUNT.text(rates[-1] if rates else None)
@@ -91,7 +95,7 @@ def _figures(run: RunHistory) -> Markup:
         ("tokens", COUNT.text(end.tokens), f"{end.step:,} steps"),
         ("time of training", TIME.text(end.seconds), "without validation and saving"),
         ("model FLOPs", FLOPS.text(end.flops), "over all ranks"),
-        ("tokens a second", speed, "in the last stage"),
+        ("tokens per second", speed, "in the last stage"),
     )
     cells = (
         tag("div", tag("dt", text(name)), tag("dd", text(value), tag("small", text(note))))
@@ -117,9 +121,12 @@ def _curves(runs: Sequence[RunHistory]) -> Markup:
 
 
 def _not_recorded(runs: Sequence[RunHistory]) -> Markup:
-    lacking = [(along, [run.name for run in runs if not charts.recorded(along, run)]) for along in charts.ALONG]
-    words = "; ".join(f"{along.label} by {', '.join(names)}" for along, names in lacking if names)
-    return _remark(f"Not recorded: {words}.") if words else Markup("")
+    words = []
+    for along in charts.ALONG:
+        lacking = [run for run in runs if not charts.recorded(along, run)]
+        if lacking:
+            words.append(f"{along.label} by {_names(lacking)}")
+    return _remark(f"Not recorded: {'; '.join(words)}.") if words else Markup("")
 
 
 def _figure(chart: Chart) -> Markup:
@@ -141,11 +148,11 @@ def _position(runs: Sequence[RunHistory]) -> Markup:
     if chart is None:
         return Markup("")
     words = _remark(
-        "The last validation of each run; broken lines are those at the ends of its earlier stages. Without a cache "
-        "the first tokens of a segment cost the most: they are predicted from almost nothing."
+        "The last validation of each run; dashed lines are the validations at the ends of its earlier stages. Without "
+        "a cache the first tokens of a segment have the highest loss, because they have almost no context."
     )
     return _section(
-        "Loss by place in the segment", _other_texts(runs), tag("div", _figure(chart), words, class_="charts")
+        "Loss by position in the segment", _other_texts(runs), tag("div", _figure(chart), words, class_="charts")
     )
 
 
@@ -160,25 +167,25 @@ def _matches(runs: Sequence[RunHistory]) -> Markup:
     if all(final(run) is None for run in runs):
         return Markup("")
     words = _remark(
-        "Between two validations the loss is taken to fall evenly. A ratio below 1: sooner than the run above itself. "
-        "A dash: never. At most: the run's first validation was better already. "
-        "Other text: the two do not compare."
+        "Between two validations the loss is interpolated linearly. Below 1: reached the loss faster than the run "
+        "named in the column. A dash: never reached it. At most: the run's first validation was already better. "
+        "Other text: the two runs are not comparable."
     )
     return _section("Time and tokens to match", _other_texts(runs), words, match_tables(runs))
 
 
 def _differences(runs: Sequence[RunHistory]) -> Markup:
-    found = differences_table(runs) if differences(runs) else _remark("The run files hold the same.")
+    found = differences_table(runs) if differences(runs) else _remark("The run files are the same.")
     return _section("What differs", found)
 
 
 def _samples(runs: Sequence[RunHistory]) -> Markup:
-    told = [run for run in runs if run.samples]
-    return _section("Generated text", *map(_run_samples, told), style="folded") if told else Markup("")
+    sampled = [run for run in runs if run.samples]
+    return _section("Generated text", *map(_run_samples, sampled), style="folded") if sampled else Markup("")
 
 
 def _run_samples(run: RunHistory) -> Markup:
-    """The first, the middle and the last; all of them one fold deeper."""
+    """Return the first, the middle and the last sample, with all samples in a nested fold."""
     samples = run.samples
     chosen = [samples[index] for index in sorted({0, len(samples) // 2, len(samples) - 1})]
     rest = tag("details", tag("summary", text(f"all {len(samples)}")), *map(_sample, samples))
@@ -188,10 +195,10 @@ def _run_samples(run: RunHistory) -> Markup:
 
 
 def _sample(sample: Sample) -> Markup:
-    """A young model may say nothing but line ends: they are counted, not shown."""
+    """Return a sample. Early in training it may be nothing but line ends, which are counted instead of shown."""
     head = _remark(f"step {sample.at.step:,}, after {COUNT.text(sample.at.tokens)} tokens")
-    told = re.sub(r"\n{3,}", lambda ends: f"\n[{len(ends[0])} line ends]\n", sample.text)
-    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(f" {told.strip()}"))))
+    shown = re.sub(r"\n{3,}", lambda ends: f"\n[{len(ends[0])} line ends]\n", sample.text)
+    return join((head, tag("blockquote", tag("b", text(sample.prompt)), text(f" {shown.strip()}"))))
 
 
 def _run_files(runs: Sequence[RunHistory]) -> Markup:

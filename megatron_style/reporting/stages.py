@@ -1,4 +1,4 @@
-"""What each stage of a run took, and how fast it went."""
+"""The steps, tokens, time, speed and memory of each stage of a run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class StageFigures:
 
 
 def stage_spans(run: RunHistory) -> tuple[tuple[Place, Place], ...]:
-    """Of each stage the totals before its first step and after its last."""
+    """Return for each stage the totals before its first step and after its last."""
     begins = [stage.before for stage in run.stages]
     return tuple(zip(begins, [*begins[1:], run.end], strict=True)) if begins else ()
 
 
 def stage_figures(run: RunHistory) -> tuple[StageFigures, ...]:
-    """Labels tell stages of the same segment length apart: L=128, then L=128 (2)."""
-    spans, labels = stage_spans(run), [stage.label for stage in run.stages]
+    """Return each stage's figures. Labels of equal segment lengths are numbered: L=128, then L=128 (2)."""
+    spans = stage_spans(run)
+    labels = [stage.label for stage in run.stages]
     counts = [labels[: index + 1].count(label) for index, label in enumerate(labels)]
     return tuple(
         _figures(run, index, label if count == 1 else f"{label} ({count})", *spans[index])
@@ -44,7 +45,7 @@ def _figures(run: RunHistory, index: int, label: str, begin: Place, end: Place) 
     tokens, seconds, flops = (
         _difference(getattr(begin, name), getattr(end, name)) for name in ("tokens", "seconds", "flops")
     )
-    if seconds is None:  # runs that did not record their time have that of the stage
+    if seconds is None:  # older records have the time of the stage only
         seconds = inside[-1].stage_seconds if inside else None
     memory = [event.memory_bytes for event in inside if event.memory_bytes is not None]
     return StageFigures(

@@ -1,7 +1,7 @@
 """The page's style sheet: light and dark, wide and narrow, on screen and on paper.
 
-The colours of runs keep at least 3:1 against their ground. Four and four, with full and with hollow marks, they stay
-apart for eyes that do not tell red from green, or blue from yellow.
+The colours of runs have a contrast of at least 3:1 with the background. In two groups of four, with filled and with
+hollow marks, they are distinguishable with red-green and with blue-yellow colour blindness.
 """
 
 RUN_COLOURS = {
@@ -22,7 +22,8 @@ def style_sheet() -> str:
 
 
 def _colours(mode: str) -> str:
-    (ink, muted), (axis, grid) = INKS[mode], _LINES[mode]
+    ink, muted = INKS[mode]
+    axis, grid = _LINES[mode]
     runs = "".join(f" --run-{number}: {colour};" for number, colour in enumerate(RUN_COLOURS[mode], start=1))
     return f"--ground: {GROUNDS[mode]}; --ink: {ink}; --muted: {muted}; --axis: {axis}; --grid: {grid};{runs}"
 

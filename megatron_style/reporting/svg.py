@@ -1,4 +1,4 @@
-"""A line chart as inline SVG. Colours come from the page's style sheet, so one drawing serves light and dark."""
+"""A line chart as inline SVG. Colours come from the page's style sheet, so that one drawing serves light and dark."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from megatron_style.base.units import Quantity
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.scale import Scale, labelled_ticks
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 56, 20, 8, 46
+WIDTH = 480
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 8, 46  # margins around the field
 STRIP = 17  # the height of one run's row of stages
-_LETTER = 9.0  # a letter is at most so wide on a small screen, where letters are larger
+_LETTER = 9.0  # the greatest width of a letter, on a small screen, where letters are larger
 MOST_POINTS = 600
-_SPOTS = 60  # so many points of a line tell their value under the pointer
+_SPOTS = 60  # the greatest number of points per line that show their value under the pointer
 
 
 class Point(NamedTuple):
     x: float
-    y: float  # what is not finite is a gap in the line
+    y: float  # a value that is not finite is a gap in the line
     step: int
 
 
@@ -43,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class StageBand:
-    """A stage: shaded over the whole height, or in the row of its run where several runs share the chart."""
+    """A stage: shaded over the full height, or in the row of its run where several runs share the chart."""
 
     low: float
     high: float
@@ -91,7 +92,7 @@ def draw(chart: Chart) -> Markup:
 
 
 def frame(key: str, title: str, about: str, size: tuple[float, float], *inside: Markup) -> Markup:
-    """The drawing with its name and description for those who do not see it."""
+    """Return the drawing with a title and a description for screen readers."""
     return tag(
         "svg",
         tag("title", text(title), id=f"{key}-title"),
@@ -131,10 +132,12 @@ def _band(band: StageBand, x: Scale, field: Field) -> Markup:
     if right <= left:
         return Markup("")
     if band.row is None:
-        shade, baseline = _rectangle(left, field.top, right, field.bottom, f"band {band.style}"), field.top + 15
+        shade = _rectangle(left, field.top, right, field.bottom, f"band {band.style}")
+        baseline = field.top + 15
     else:
         top = TOP + band.row * STRIP
-        shade, baseline = _rectangle(left, top, right, top + STRIP - 3, f"strip {band.style}"), top + 11
+        shade = _rectangle(left, top, right, top + STRIP - 3, f"strip {band.style}")
+        baseline = top + 11
     fitting = (label for label in (band.label, band.label[2:]) if len(label) * _LETTER + 4 <= right - left)
     middle = f"{(left + right) / 2:.1f}"
     words = [tag("text", text(label), x=middle, y=baseline, text_anchor="middle") for label in list(fitting)[:1]]
@@ -146,7 +149,8 @@ def _rectangle(left: float, top: float, right: float, bottom: float, style: str 
 
 
 def _line(line: Line, x: Scale, y: Scale) -> Markup:
-    path, pen_is_down = [], False
+    path = []
+    pen_is_down = False
     for point in thin(line.points):
         if y.has(point.y):
             # A line of no length has round ends: a point between two gaps stays visible.
@@ -157,7 +161,7 @@ def _line(line: Line, x: Scale, y: Scale) -> Markup:
 
 
 def _spots(line: Line, chart: Chart, x: Scale, y: Scale) -> Markup:
-    """Places that tell their value under the pointer, visible ones where the line has marks."""
+    """Return the places that show their value under the pointer, visible if the line has marks."""
     drawn = []
     inside = [point for point in line.points if y.has(point.y) and chart.y.low <= point.y <= chart.y.high]
     for point in spread(inside, _SPOTS):
@@ -170,8 +174,8 @@ def _spots(line: Line, chart: Chart, x: Scale, y: Scale) -> Markup:
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Return at most `most` points: of each stretch its lowest, its highest and its first gap, and both ends of the
-    line, so that nothing that stands out is lost."""
+    """Return at most `most` points: the lowest, the highest and the first gap of each stretch, and both ends of the
+    line, so that no outlier is lost."""
     if len(points) <= most:
         return tuple(points)
     stretches = (most - 2) // 3
@@ -186,7 +190,7 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
 
 
 def spread(points: Sequence[Point], most: int) -> tuple[Point, ...]:
-    """Return at most `most` points, evenly over the line, its last one among them."""
+    """Return at most `most` evenly spread points of the line, including its last."""
     if len(points) <= most:
         return tuple(points)
     return tuple(points[(index + 1) * len(points) // most - 1] for index in range(most))

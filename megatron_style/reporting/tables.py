@@ -10,11 +10,11 @@ from megatron_style.reporting.history import HeldOut, RunHistory
 from megatron_style.reporting.markup import Markup, join, tag, text
 from megatron_style.reporting.stages import stage_figures
 
-_TOLD_APART = 5  # so many differing settings are named in the table of runs; all are in a table of their own
+_MOST_NAMED = 5  # of the differing settings, in the table of runs; all are in a table of their own
 
 
 def table(about: str, head: Sequence[Markup], rows: Sequence[tuple[Markup, Sequence[Markup]]]) -> Markup:
-    """A row is its heading and its cells, each a whole `td`."""
+    """Return a table. A row is its heading and its cells, each a `td` element."""
     heads = join(tag("th", name, scope="col") for name in head)
     body = join(tag("tr", tag("th", tag("span", name, class_="name"), scope="row"), *cells) for name, cells in rows)
     inside = tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), aria_label=about)
@@ -32,14 +32,14 @@ def run_name(number: int, run: RunHistory) -> Markup:
 
 def runs_table(runs: Sequence[RunHistory]) -> Markup:
     names = ("run", "perplexity at the end", "best", "stages, L", "steps", "tokens", "time", "FLOPs")
-    head = [*map(text, names), tag("span", text("set apart by"), class_="words")]
+    head = [*map(text, names), tag("span", text("differs in"), class_="words")]
     apart = differences(runs)
     rows = []
     for number, run in enumerate(runs, start=1):
         end = run.end
         cells = _cells(perplexity(final(run)), perplexity(best(run)), _lengths(run), f"{end.step:,}",
                        COUNT.text(end.tokens), TIME.text(end.seconds), FLOPS.text(end.flops))  # fmt: skip
-        words = tag("td", text(_told_apart(apart, number - 1)), class_="words")
+        words = tag("td", text(_named(apart, number - 1)), class_="words")
         rows.append((run_name(number, run), [*cells, words]))
     return table("Held-out perplexity, and what it took", head, rows)
 
@@ -52,17 +52,18 @@ def _lengths(run: RunHistory) -> str:
     return ", ".join(stage.label.removeprefix("L=") for stage in run.stages) or NOT_RECORDED
 
 
-def _told_apart(apart: Sequence[Difference], index: int) -> str:
-    """Without where and how often the run writes, and with one word for its stages, whose lengths the row has."""
-    telling = [row for row in apart if not row.key.startswith(("output.", "stages."))]
+def _named(apart: Sequence[Difference], index: int) -> str:
+    """Return the settings that differ, without those of the output, and with one word for the stages, whose lengths
+    are in the row."""
+    named = [row for row in apart if not row.key.startswith(("output.", "stages."))]
     words = ["stages"] if any(row.key.startswith("stages.") for row in apart) else []
-    words += [f"{row.key} {row.values[index] or 'not set'}" for row in telling[:_TOLD_APART]]
-    rest = len(telling) - _TOLD_APART
+    words += [f"{row.key} {row.values[index] or 'not set'}" for row in named[:_MOST_NAMED]]
+    rest = len(named) - _MOST_NAMED
     return ", ".join(words + ([f"and {rest} more"] if rest > 0 else [])) or "nothing"
 
 
 def stages_table(runs: Sequence[RunHistory]) -> Markup:
-    head = ["stage", "cache", "steps", "tokens", "time", "tokens a second", "FLOP/s", "peak memory"]
+    head = ["stage", "cache", "steps", "tokens", "time", "tokens per second", "FLOP/s", "peak memory"]
     rows = []
     for number, run in enumerate(runs, start=1):
         for stage in stage_figures(run):
@@ -78,7 +79,7 @@ def stages_table(runs: Sequence[RunHistory]) -> Markup:
 
 
 def match_tables(runs: Sequence[RunHistory]) -> Markup:
-    """Against the runs' last held-out losses, and against their best where these are others."""
+    """Return the table for the runs' last held-out losses, and one for their best losses if these differ."""
     tables = [_match_table(runs, final, "last")]
     if any(final(run) != best(run) for run in runs):
         tables.append(_match_table(runs, best, "best"))
@@ -89,26 +90,27 @@ def _match_table(runs: Sequence[RunHistory], goal: Callable[[RunHistory], HeldOu
     goals = [(run, valid) for run in runs if (valid := goal(run)) is not None]
     heads = (join((text(run.name), tag("br"), text(f"{loss_of(valid):.4f} nats"))) for run, valid in goals)
     head = [text("run"), *heads]
-    rows = [
-        (run_name(number, run), [_match_cell(run, other, loss_of(valid)) for other, valid in goals])
-        for number, run in enumerate(runs, start=1)
-    ]
+    rows = []
+    for number, run in enumerate(runs, start=1):
+        cells = [_match_cell(run, other, loss_of(valid)) for other, valid in goals]
+        rows.append((run_name(number, run), cells))
     return table(f"What the run of a row needed to match the {word} held-out loss of the run above", head, rows)
 
 
 def _match_cell(run: RunHistory, other: RunHistory, goal: float) -> Markup:
     if not compares(run, other):
         return tag("td", text("other text"))
-    ours, theirs = match(run, goal), match(other, goal)
+    ours = match(run, goal)
+    theirs = match(other, goal)
     if ours is None or theirs is None:
         return tag("td", text("-"))
     bound = text("at most " if ours.at_most else "")
-    lines = (
-        (tag("b", text(TIME.text(ours.seconds))), ours.seconds, theirs.seconds),
-        (text(f"{COUNT.text(ours.tokens)} tokens"), ours.tokens, theirs.tokens),
-    )
-    time, tokens = (join((bound, words, Markup("") if run is other else _ratio(*both))) for words, *both in lines)
-    return tag("td", time, tag("br"), tokens)
+    time = [bound, tag("b", text(TIME.text(ours.seconds)))]
+    tokens = [bound, text(f"{COUNT.text(ours.tokens)} tokens")]
+    if run is not other:
+        time.append(_ratio(ours.seconds, theirs.seconds))
+        tokens.append(_ratio(ours.tokens, theirs.tokens))
+    return tag("td", *time, tag("br"), *tokens)
 
 
 def _ratio(ours: float | None, theirs: float | None) -> Markup:
@@ -118,9 +120,9 @@ def _ratio(ours: float | None, theirs: float | None) -> Markup:
 
 
 def differences_table(runs: Sequence[RunHistory]) -> Markup:
-    rows = [
-        (text(row.key), _cells(*("not set" if value is None else value for value in row.values)))
-        for row in differences(runs)
-    ]
+    rows = []
+    for row in differences(runs):
+        values = ("not set" if value is None else value for value in row.values)
+        rows.append((text(row.key), _cells(*values)))
     head = [text("key"), *(run_name(number, run) for number, run in enumerate(runs, start=1))]
-    return table("Keys of the run files that do not hold the same in all runs", head, rows)
+    return table("Keys whose values differ between the run files", head, rows)

@@ -60,7 +60,7 @@ def test_every_run_file_has_a_plan(path: Path) -> None:
 def test_the_papers_run_in_words() -> None:
     done = plan(WIKITEXT, "--gpu", "v100-32gb")
     assert done.code == 0
-    for words in ("246,933,504", "286,000", "ZeRO 3", "largest micro_rows", "saved by stages", "FLOPs a token"):
+    for words in ("246,933,504", "286,000", "ZeRO 3", "largest micro_rows", "saved by stages", "FLOPs per token"):
         assert words in done.out
     assert done.err.count("\n") == 1
     assert "not there yet" in done.err
@@ -219,9 +219,9 @@ def test_a_run_that_cannot_calibrate(tmp_path: Path) -> None:
     (folder / "run.yaml").write_text(path.read_text())
     expect_refusal(run_here(main, path, "--calibrate", folder), "no metrics.jsonl in it")
     for text, words in (
-        ("", "has recorded no training yet"),
+        ("", "has not recorded any training yet"),
         ("{\n", "metrics.jsonl:1: holds '{'"),
-        ('{"kind": "train", "step": 1, "tokens": 192, "tokens_per_second": 1e18}\n', "name with --gpu the GPU"),
+        ('{"kind": "train", "step": 1, "tokens": 192, "tokens_per_second": 1e18}\n', "set --gpu to the GPU"),
     ):
         (folder / "metrics.jsonl").write_text(text)
         before = content(tmp_path)

@@ -110,7 +110,7 @@ def test_runs_on_other_text_are_not_compared_without_a_warning(tmp_path: Path) -
     digests = {"one": "aa", "two": "aa", "other": "bb"}
     runs = [write_run(tmp_path / name, replace(SMALL, text_digest=digest)) for name, digest in digests.items()]
     page = page_of(tmp_path, *runs)
-    assert page.text.count("do not compare, because they were measured on different held-out text") == 4
+    assert page.text.count("are not comparable, because they were measured on different held-out text") == 4
     assert "Measured on the same: one, two; other." in page.text
     tables = page.text.count("held-out loss of the run above")
     assert page.text.count("other text") == 4 * tables  # one-other and two-other, there and back
@@ -126,7 +126,7 @@ def test_runs_that_did_not_record_their_text_are_named(tmp_path: Path) -> None:
     old, new = write_run(tmp_path / "old", SMALL), write_run(tmp_path / "new", replace(SMALL, text_digest="aa"))
     page = page_of(tmp_path, old, new)
     assert "Not recorded: the held-out text of old." in page.text
-    assert "do not compare, because" not in page.text
+    assert "are not comparable, because" not in page.text
 
 
 def test_up_to_eight_runs_share_the_page_and_more_are_refused(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ DRAWN = """[...document.querySelectorAll('figure svg')].filter(svg => svg.checkV
   return [svg.querySelector('title').textContent, box.width, box.height, shapes.length,
           Math.min(...shapes.map(shape => shape.width + shape.height)),
           Math.min(...words.map(word => Math.min(word.left, innerWidth - word.right)))]})"""
-CURVES = ["Loss, nats a token", "Perplexity", "Learning rate", "Gradient norm"]
-OTHERS = ["Held-out loss, nats a token", "Speed, tokens a second", "Speed, FLOP/s", "Peak memory of the first rank"]
+CURVES = ["Loss, nats per token", "Perplexity", "Learning rate", "Gradient norm"]
+OTHERS = ["Held-out loss, nats per token", "Speed, tokens per second", "Speed, FLOP/s", "Peak memory of the first rank"]
 
 
 @pytest.fixture(scope="module")
