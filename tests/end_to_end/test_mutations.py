@@ -13,6 +13,7 @@ from megatron_style.config.run import load_run
 from tests.support.fuzz_targets import TARGETS
 from tests.support.fuzzing import fuzz
 
+pytestmark = pytest.mark.slow
 TRIALS = 40
 FOUND = [("fairseq_file", 579), ("fairseq_file", 847)]  # a momentum without elements, and one of a single element
 NEVER_REFUSED = {"records"}  # what a killed launch has left does not keep the next one from starting
