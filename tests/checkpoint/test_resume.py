@@ -35,11 +35,11 @@ from tests.support.resuming import (
 )
 from tests.support.training import write_corpus
 
+pytestmark = pytest.mark.slow
 Stopped = Callable[[Path, int], RunConfig]
 DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "recompute", "optimizer", "half"),
     [
@@ -94,7 +94,6 @@ ALL_MOVES = list(product(GRIDS, GRIDS, (1, 2, 3), ("fp32", "bf16")))
 SUITE_MOVES = [("TP1DP1", "TP2DP2", 1, "fp32"), ("TP2DP2", "TP1DP1", 3, "fp32"), ("TP1DP2", "TP4DP1", 2, "bf16")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "zero", "precision"),
     [pytest.param(*move, id="-".join(map(str, move))) for move in SUITE_MOVES]
@@ -122,7 +121,6 @@ def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero
     expect_close(moved, whole, half=half)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero_before", "zero_after", "half"), [(0, 1, False), (1, 3, True), (3, 0, False), (2, 1, True)]
 )
@@ -155,7 +153,6 @@ def test_a_schedule_of_the_ds_config_moves_along(folder: Path) -> None:
     expect_close(moved, whole)
 
 
-@pytest.mark.slow
 def test_with_another_update_size_every_token_is_still_read_once(folder: Path) -> None:
     """One rank becomes two with the same batch each: the lanes are cut anew from what is unread."""
     on_ranks(make_run(folder, data=1, steps=14), 1, halt_after=4)

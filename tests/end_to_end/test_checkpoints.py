@@ -21,6 +21,8 @@ from tests.support.launch import ROOT, plain_environment
 from tests.support.resuming import UPDATE, expect_close, make_run, metrics, on_ranks
 from tests.support.tiny import run_here
 
+pytestmark = pytest.mark.slow
+
 
 def command(name: str, *args: object, code: int = 0) -> dict[str, Any]:
     done = run_here({"convert": convert.main, "evaluate": evaluate.main}[name], *args, "--json")
@@ -79,7 +81,6 @@ def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, hal
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_reshard_writes_a_run_that_goes_on_there(folder: Path, half: bool) -> None:
     whole = make_run(folder, "whole", data=2, zero=2, steps=12, half=half)
@@ -110,7 +111,6 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path) -> None:
     assert not (folder / "no").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep)])
 def test_a_signal_saves_and_leaves_with_75(folder: Path, number: signal.Signals) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000})
@@ -128,7 +128,6 @@ def test_a_signal_saves_and_leaves_with_75(folder: Path, number: signal.Signals)
     assert (run.output.path / "checkpoints" / "latest").read_text() == f"global_step{step}"
 
 
-@pytest.mark.slow
 def test_a_run_leaves_when_its_time_is_over(folder: Path) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000, "stop_after": "1s"})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))

@@ -20,6 +20,7 @@ from megatron_style.train import train
 from tests.support.small_run import losses, write_small_run
 from tests.support.training import write_ds_config
 
+pytestmark = pytest.mark.slow
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 4, "warmup_num_steps": 1}}
 OWN_SCHEDULE = {"learning_rate": None}  # the run file leaves it to the ds_config

@@ -13,6 +13,7 @@ from megatron_style.config.run import load_run
 from tests.support.fuzz_targets import TARGETS
 from tests.support.fuzzing import fuzz
 
+pytestmark = pytest.mark.slow
 TRIALS = 40
 FOUND = [
     ("fairseq_file", 579),  # a momentum without elements

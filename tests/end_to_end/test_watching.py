@@ -24,8 +24,9 @@ from tests.support.screen import Screen, on_a_terminal
 from tests.support.small_run import write_small_run
 from tests.support.training import write_corpus, write_ds_config
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=2)
     deepspeed = Path(sys.executable).with_name("deepspeed")
@@ -46,7 +47,6 @@ def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     assert not set(kept) & {"\r", "\x1b"}
 
 
-@pytest.mark.slow
 def test_a_run_killed_in_the_middle_has_each_step_once(folder: Path) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 5, "evaluate_every": 3000})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
@@ -101,7 +101,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid",
     [

@@ -28,6 +28,7 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.train import accumulate_gradients, train
 from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
 
+pytestmark = pytest.mark.slow
 SPIKE = {"factor": 2.0, "action": "skip", "window": 4}
 STEPS = (6, 9)  # whose loss is ten times what it should be; the first is judged by steps 3 to 6
 
@@ -130,7 +131,6 @@ def test_a_resumed_run_finds_the_same_spikes(folder: Path, halt_after: int) -> N
     assert len(metrics(run, "spike")) == len(STEPS)
 
 
-@pytest.mark.slow
 def test_all_grids_find_the_same_spikes(folder: Path) -> None:
     """The loss of one rank is enough, and all skip the same updates: they would differ, or wait for ever."""
     losses = []

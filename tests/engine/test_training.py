@@ -25,6 +25,7 @@ from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, History, train_on, write_corpus, write_ds_config
 
+pytestmark = pytest.mark.slow
 STAGES = [{"segment_length": 8, "steps": 3}, {"segment_length": 24, "steps": 3}]
 DROPOUT = {"hidden": 0.3, "attention": 0.2, "activation": 0.2, "softmax": 0.2}
 
