@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_style"
+MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
 NEEDS: Mapping[str, frozenset[str]] = {
     room: frozenset(needs.split())
     for room, needs in {

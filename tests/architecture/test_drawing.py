@@ -7,10 +7,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.architecture.drawing import NEEDS, ONLY_IN, TORCH_FREE, TORCH_FREE_MODULES, graph, reachable
+from tests.architecture.drawing import (
+    MODULES,
+    NEEDS,
+    ONLY_IN,
+    PACKAGE,
+    ROOT,
+    TORCH_FREE,
+    TORCH_FREE_MODULES,
+    graph,
+    reachable,
+)
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "megatron_style"
 PICKLES = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
 MAY_NAME_PICKLE = {
     "checkpoint/logical.py": {"pickle.UnpicklingError"},
@@ -27,7 +35,6 @@ OBJECT_COLLECTIVES = frozenset(
     }
 )
 PICKLING_CALLS_OF_MPI = frozenset({"allgather", "bcast", "gather", "scatter", "send", "recv", "alltoall"})
-MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
 
 
 def room_of(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_style.base.run_folder import RunFolder
-from tests.architecture.test_drawing import MODULES, PACKAGE
+from tests.architecture.drawing import MODULES, PACKAGE
 
 HOME = PACKAGE / "base" / "run_folder.py"
 FILES = re.compile(r"\b(run\.yaml|metrics\.jsonl|(lock|supervisor|status)\.json|global_step(?!s))|^rank_$")

@@ -37,7 +37,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 def test_every_script_is_short_and_sound() -> None:
     for path in LAUNCH.iterdir():
-        assert len(path.read_text().splitlines()) <= 45, path
+        longest = 60 if path.name == "environment.sh" else 45  # what the scripts share
+        assert len(path.read_text().splitlines()) <= longest, path
         if path.suffix in (".sh", ".sbatch"):
             subprocess.run(["bash", "-n", str(path)], check=True)
 
