@@ -1,5 +1,4 @@
 # Sourced by the other scripts, from the project's root: sets up the virtual environment and the variables of processes.
-
 export PATH="$PWD/.venv/bin:$PATH"
 export TORCH_EXTENSIONS_DIR="$PWD/.venv/torch_extensions" # one per environment: a stale lock elsewhere hangs the start
 gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi -L || true) | wc -l)
@@ -8,10 +7,8 @@ gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi -L || true) | wc -l)
 # Make .venv and install a requirements file into it, unless that was already done for these files.
 install_requirements() {
     local file=$1 python=${PYTHON:-python3} stamp
-    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "error: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed (set PYTHON to it)" >&2
-        return 2
-    fi
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        { echo "error: $python is $("$python" --version 2>&1); set PYTHON to Python 3.11 or newer" >&2; return 2; }
     [ -x .venv/bin/pip ] || "$python" -m venv .venv
     stamp=".venv/$(cat requirements.txt "$file" | sha256sum | cut -c 1-16).installed"
     [ -e "$stamp" ] && return
@@ -21,9 +18,7 @@ install_requirements() {
 }
 
 # Print a free port of this machine.
-free_port() {
-    python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
-}
+free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
 
 # Run a launcher in its own session (one Ctrl-C must not reach it twice), pass signals to it and return its exit code.
 run() {
@@ -37,9 +32,7 @@ run() {
 
 # Exit with a one-line error unless the argument is a file; the script's second line is its usage.
 need_file() {
-    [ -f "${1:-}" ] && return
-    echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2
-    exit 2
+    [ -f "${1:-}" ] || { echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2; exit 2; }
 }
 
 # Export what ranks on other hosts need, and keep only the names for `mpirun -x`: command lines are public.
@@ -47,8 +40,5 @@ export_carried() {
     local lines line
     lines=$(python -m megatron_style.hosts.forwarded_environment)
     carried=()
-    while IFS= read -r line; do
-        export "${line?}"
-        carried+=(-x "${line%%=*}")
-    done <<<"$lines"
+    while IFS= read -r line; do export "${line?}"; carried+=(-x "${line%%=*}"); done <<<"$lines"
 }

@@ -208,7 +208,7 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts
         (("--table", 1, "--output", tmp_path / "torn"), "not the record of an experiment"),
         (("--table", 1, "--scale", "paper", *new), "needs 8 GPUs", "--emit"),
         (("--table", 11, "--scale", "paper", *new), "--corpus: missing", "Toronto Books"),
-        (("--table", 1, 11, "--scale", "paper", "--corpus", texts, *new), "a folder for each"),
+        (("--table", 1, 11, "--scale", "paper", "--corpus", texts, *new), "give each text an --output"),
     ):
         expect_refusal(run_here(main, *argv), *words)
     assert content(tmp_path) == before
