@@ -22,7 +22,7 @@ from megatron_style.base.run_folder import RunFolder
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.config.run import RunConfig, SpikeConfig, load_run, seconds_of
+from megatron_style.config.run import RunConfig, SpikeConfig, load_run
 from megatron_style.config.train_arguments import parse_train_arguments
 from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import Corpus, keep_tokenizer, open_corpus
@@ -65,17 +65,13 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
         checkpoints = CheckpointStore(run, topology)
         origin = checkpoints.newest() or open_start(run, topology)
         schedule = StageSchedule(
-            run,
-            corpus_tokens=len(corpus.train),
-            data_parallel=topology.data.size,
-            history=origin.history,
+            run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size, history=origin.history
         )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         progress = origin.load(engine, schedule)
         if topology.is_first:
             keep_tokenizer(corpus, run.output.path)
-        limit = seconds_of(run.output.stop_after) if run.output.stop_after else None
-        stop = StopRequest(signals, after_seconds=limit, device=engine.device)
+        stop = StopRequest(signals, after_seconds=run.output.stop_seconds, device=engine.device)
 
         with Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal:
             heartbeat.at(progress.step, "preflight")

@@ -109,6 +109,10 @@ class OutputConfig(Section):
     keep_every: PositiveInt | None = None  # and those of every n-th step, for good
     stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h
 
+    @property
+    def stop_seconds(self) -> float | None:
+        return seconds_of(self.stop_after) if self.stop_after else None
+
 
 def seconds_of(duration: str) -> float:
     return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
