@@ -13,6 +13,8 @@ from megatron_style.base.events import SampleEvent, StageEvent, TrainEvent, Vali
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
+_LARGEST = 1e200  # what is larger counts as infinite, so that an axis can have room beyond it
+
 
 @dataclass(frozen=True)
 class Place:
@@ -128,7 +130,8 @@ def _place(event: StageEvent | TrainEvent | ValidEvent) -> Place:
 
 
 def _finite(count: float | None) -> float | None:
-    return float(count) if count is not None and math.isfinite(count) else None
+    figure = _drawable(count)
+    return float(figure) if figure is not None and math.isfinite(figure) else None
 
 
 def _stage(event: StageEvent) -> StageOpening:
@@ -138,18 +141,20 @@ def _stage(event: StageEvent) -> StageOpening:
 def _trained(event: TrainEvent) -> Trained:
     return Trained(
         _place(event),
-        loss=event.loss,
-        grad_norm=event.grad_norm,
-        learning_rate=event.learning_rate,
-        tokens_per_second=event.tokens_per_second,
-        stage_seconds=event.stage_seconds,
+        loss=_drawable(event.loss),
+        grad_norm=_drawable(event.grad_norm),
+        learning_rate=_drawable(event.learning_rate),
+        tokens_per_second=_drawable(event.tokens_per_second),
+        stage_seconds=_drawable(event.stage_seconds),
         memory_bytes=_finite(event.memory_bytes),
     )
 
 
 def _held_out(event: ValidEvent) -> HeldOut:
-    perplexity = _perplexity(event.loss) if event.perplexity is None else event.perplexity
-    return HeldOut(_place(event), event.loss, perplexity, event.by_position or (), event.text_digest or "")
+    loss = _drawable(event.loss)
+    perplexity = _perplexity(loss) if event.perplexity is None else _drawable(event.perplexity)
+    by_position = tuple(_drawable(band) or 0.0 for band in event.by_position or ())
+    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "")
 
 
 def _sample(event: SampleEvent) -> Sample:
@@ -159,7 +164,16 @@ def _sample(event: SampleEvent) -> Sample:
 def _perplexity(loss: float | None) -> float | None:
     if loss is None:
         return None
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.exp(loss) if loss < math.log(_LARGEST) else math.inf
+
+
+def _drawable(value: float | None) -> float | None:
+    """Return a figure that an axis has room beyond: a larger one counts as infinite, a tiny one as zero."""
+    if value is None or math.isnan(value):
+        return value
+    if abs(value) > _LARGEST:
+        return math.copysign(math.inf, value)
+    return 0.0 if abs(value) < 1 / _LARGEST else value
 
 
 def _largest(values: Iterator[float | None]) -> float | None:

@@ -21,6 +21,7 @@ FOUND = [
     ("universal_index", 967),  # the name of a file that is longer than a name can be
     ("universal_index", 1933),  # cutoffs beyond the vocabulary
     ("run_file", 4362),  # more passes over the text than could be laid out in seconds
+    ("metrics", 3459),  # a number at the end of the range, on a logarithmic axis
     ("resumption", 3032),  # a manifest whose run has no model
     ("resumption", 7724),  # a history of updates with fewer tokens than a segment
 ]

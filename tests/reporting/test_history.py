@@ -10,6 +10,7 @@ import pytest
 
 from megatron_style.base.errors import UserError
 from megatron_style.reporting.history import Place, read_run, read_runs
+from megatron_style.reporting.page import page
 from megatron_style.reporting.stages import stage_figures
 from tests.support.written_runs import SHORTFORMER, WrittenRun, WrittenStage, write_run
 
@@ -95,3 +96,13 @@ def test_stages_of_older_runs_have_the_time_and_speed_that_were_recorded(tmp_pat
     assert [stage.flops_per_second for stage in old] == [None, None]
     oldest = stage_figures(read_run("z", write_run(tmp_path / "z", without=("seconds", "stage_seconds"))))
     assert [stage.tokens_per_second for stage in oldest] == [21_000, 16_500]
+
+
+@pytest.mark.parametrize("odd", [1e308, -1e308, 1e-320, 10**400, 690.0])  # the last one's perplexity is 1e299
+def test_numbers_at_the_end_of_the_range_are_drawn(tmp_path: Path, odd: float) -> None:
+    """An axis has room beyond its values, which must not overflow."""
+    events = [
+        {"kind": "train", "step": step, "loss": loss, "grad_norm": loss, "learning_rate": loss, "tokens": step}
+        for step, loss in enumerate((2.0, odd, 3.0), start=1)
+    ]
+    assert "</svg>" in page([read_run("x", write_lines(tmp_path / "x", *events))])
