@@ -1,6 +1,6 @@
-"""`shortformer COMMAND ...`, also `python -m megatron_style COMMAND ...`: every command under one name.
+"""The entry point `shortformer COMMAND ...`, also `python -m megatron_style COMMAND ...`.
 
-Only the module of the named command is imported, so that help and refusals take no time.
+Only the module of the named command is imported, so that help and errors appear at once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "prepare": "make a token store of text",
         "train": "train a model through all its stages",
-        "supervise": "train, and resume after a rank or a host died",
+        "supervise": "train, and resume after a rank or a host dies",
         "evaluate": "score held-out text by a named protocol",
         "generate": "continue text with a model",
-        "convert": "bring a model into another form, with proof",
-        "report": "make one HTML page of one or several runs",
-        "plan": "compute memory, communication and time of a run",
+        "convert": "convert a model to another format, with proof",
+        "report": "make an HTML page about one or several runs",
+        "plan": "estimate memory, communication and time of a run",
         "doctor": "check hosts, network and run file before a launch",
         "reproduce": "measure the paper's tables at any scale",
     }
@@ -52,7 +52,7 @@ def main() -> None:
         remedy = f"did you mean '{near[0]}'?" if near else f"`{program} --help` lists them"
         raise UserError(f"{name}: no such command; {remedy}")
     if is_console_command:
-        sys.argv[0] = f"{CONSOLE_COMMAND} {name}"  # what the command's own help calls it
+        sys.argv[0] = f"{CONSOLE_COMMAND} {name}"  # the name in the command's own help
     start(name)
 
 
@@ -63,8 +63,8 @@ def start(name: str) -> NoReturn:
 
 
 def _start_training() -> NoReturn:
-    """Read flags and take signals before the imports, which take seconds: a wrong flag is reported at once, and a
-    signal that comes meanwhile is not lost."""
+    """Read flags and install signal handlers before the imports, which take seconds: a wrong flag is reported at once,
+    and no signal is lost meanwhile."""
     parse_train_arguments()
     signals = StopSignals(react=leave_early)
     run_command(lambda: import_module("megatron_style.train").main(signals))

@@ -1,4 +1,4 @@
-"""Change the form of a model.
+"""Convert a model to another format, with proof.
 
 python -m megatron_style.convert export runs/quickstart --output models/mine
 """
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import WordDictionary
 from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
 from megatron_style.formats.certificate import Certificate, certify
-from megatron_style.formats.formats import open_model
+from megatron_style.formats.formats import Writable, open_model
 from megatron_style.formats.source import ModelSource
 from megatron_style.formats.transfer import deliver, return_freed_memory, transfer
 from megatron_style.model.shape import count_parameters
@@ -31,7 +32,7 @@ Result = dict[str, object]
 class Conversion:
     about: str
     convert: Callable[[argparse.Namespace], Result]
-    arguments: Mapping[str, Mapping[str, Any]]  # by name, as argparse takes them
+    arguments: Mapping[str, Mapping[str, Any]]  # the settings of `add_argument` by name
 
 
 def main() -> None:
@@ -46,9 +47,9 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "convert",
-        "Change the form of a model. What was written is read back and compared with the source on a fixed text; the "
-        "proof is in certificate.json. MODEL is a model folder, a run, one of its checkpoints, or anything that this "
-        "command writes.",
+        "Convert a model to another format. The output is read back and compared with the source on a fixed text; the "
+        "proof is in certificate.json. MODEL is a model folder, a run, one of its checkpoints, or any output of this "
+        "command.",
         "python -m megatron_style.convert export runs/quickstart --output models/mine",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
@@ -70,22 +71,14 @@ def import_fairseq(args: argparse.Namespace) -> Result:
             f"{args.dictionary}: makes {dictionary.vocab_size} ids, but {args.checkpoint} has vectors for "
             f"{source.config.vocab_size}; the dictionary it was trained with is needed"
         )
-    source = replace(source, tokenizer=lambda: dictionary)
-    return _summary(args.output, source, transfer(source, model_folder, args.output, overwrite=args.overwrite))
+    return _write(replace(source, tokenizer=lambda: dictionary), model_folder, args)
 
 
 def export_model(args: argparse.Namespace) -> Result:
     source = open_model(args.model)
-    if not args.optimizer:
-        source = source.without_optimizer()
-    elif source.state is None:
+    if args.optimizer and source.state is None:
         raise UserError(f"{args.model}: holds no optimizer state, so --optimizer has nothing to export")
-    return _summary(args.output, source, transfer(source, model_folder, args.output, overwrite=args.overwrite))
-
-
-def export_fairseq(args: argparse.Namespace) -> Result:
-    source = open_model(args.model)
-    return _summary(args.output, source, transfer(source, fairseq, args.output, overwrite=args.overwrite))
+    return _write(source if args.optimizer else source.without_optimizer(), model_folder, args)
 
 
 def export_huggingface(args: argparse.Namespace) -> Result:
@@ -94,15 +87,14 @@ def export_huggingface(args: argparse.Namespace) -> Result:
     return _summary(args.output, source, certificate) | {"computed_by": certificate.computed_by}
 
 
-def export_universal(args: argparse.Namespace) -> Result:
-    source = open_model(args.model)
-    return _summary(args.output, source, transfer(source, universal, args.output, overwrite=args.overwrite))
+def export_as(form: Writable, args: argparse.Namespace) -> Result:
+    return _write(open_model(args.model), form, args)
 
 
 def reshard_checkpoint(args: argparse.Namespace) -> Result:
-    # The other grid's ranks need no accelerator, and may be many. DeepSpeed reads this on import.
+    # DeepSpeed reads this on import. The ranks of the other grid may be many, and need no accelerator.
     os.environ["DS_ACCELERATOR"] = "cpu"
-    from megatron_style.checkpoint.reshard import reshard  # the one kind that needs DeepSpeed, which is slow to import
+    from megatron_style.checkpoint.reshard import reshard  # imports DeepSpeed, which takes seconds
 
     reshard(args.checkpoint, args.output, tensor=args.tensor, data=args.data)
     source = run_checkpoint.read(args.checkpoint)
@@ -119,6 +111,10 @@ def verify(args: argparse.Namespace) -> Result:
         "largest_nll_difference": found.largest_nll_difference,
         "equal": found.passed,
     }
+
+
+def _write(source: ModelSource, form: Writable, args: argparse.Namespace) -> Result:
+    return _summary(args.output, source, transfer(source, form, args.output, overwrite=args.overwrite))
 
 
 def _summary(output: Path, source: ModelSource, certificate: Certificate) -> Result:
@@ -158,11 +154,11 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
             export_model,
             _MODEL
             | _TO_MODEL
-            | {"--optimizer": {"action": "store_true", "help": "with the optimizer's state: training can be resumed"}},
+            | {"--optimizer": {"action": "store_true", "help": "keep the optimizer state: training can resume"}},
         ),
         "export-fairseq": Conversion(
             "-> a checkpoint that the reference loads",
-            export_fairseq,
+            partial(export_as, fairseq),
             _MODEL | {"--output": _required(**_path("FILE.pt")), "--overwrite": _REPLACES},
         ),
         "export-hf": Conversion(
@@ -171,8 +167,8 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
             _MODEL | _TO_MODEL,
         ),
         "export-universal": Conversion(
-            "-> a universal checkpoint, for any engine of DeepSpeed's",
-            export_universal,
+            "-> a universal checkpoint, for any DeepSpeed engine",
+            partial(export_as, universal),
             _MODEL | _TO_MODEL,
         ),
         "reshard": Conversion(
@@ -186,17 +182,12 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
             | _TO_FOLDER,
         ),
         "verify": Conversion(
-            "are two models, in whatever form, the same? Exit code 1 if not",
+            "compare two models of any format; exit code 1 if they differ",
             verify,
             {
                 "first": _path("A"),
                 "second": _path("B"),
-                "--tolerance": {
-                    "type": float,
-                    "default": 0.0,
-                    "metavar": "X",
-                    "help": "largest difference allowed; default 0",
-                },
+                "--tolerance": {"type": float, "default": 0.0, "metavar": "X", "help": "allowed difference; default 0"},
             },
         ),
     }

@@ -1,4 +1,4 @@
-"""Find what would make a launch fail: hosts, network and disk, and the run file compared with them.
+"""Check hosts, network, disk and run file before a launch.
 
 python -m megatron_style.doctor --hostfile hosts run_configs/quickstart.yaml
 python -m megatron_style.doctor run_configs/shortformer_1b3.yaml --set data.vocab_size=50000 --rehearse 64
@@ -69,7 +69,7 @@ def check_hosts(hostfile: Path | None, run: RunConfig | None) -> list[Finding]:
 def demands_of(run: RunConfig) -> Demands:
     return Demands(
         folder=run.output.path,
-        files=tuple(path for prefix in (run.data.train, run.data.valid) for path in store_files(prefix)),
+        files=(*store_files(run.data.train), *store_files(run.data.valid)),
         checkpoint_bytes=bytes_of_checkpoint(run),
         checkpoints=run.output.keep_last + 1,  # the next one is written before the oldest is removed
     )
@@ -95,12 +95,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hostfile", type=Path, metavar="H", help="lines of `NAME slots=N`; default: this machine")
     parser.add_argument(
         "--rehearse", type=positive_int, metavar="RANKS",
-        help="do a step of each stage as one rank of RANKS, on fake tensors: needs no GPU, no hosts, and no corpus if "
+        help="run a step of each stage as one rank of RANKS, on fake tensors: needs no GPU, no hosts, and no corpus if "
         "data.vocab_size is set",
     )  # fmt: skip
-    parser.add_argument("--rank", type=int, metavar="R", help="which rank is rehearsed; default: 0")
-    parser.add_argument("--gpu", metavar="NAME", help=f"whose memory a rehearsal may use; default: {_DEFAULT_GPU}")
-    parser.add_argument("--gpu-memory", metavar="32GB", help="default: what the GPU has")
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank to rehearse; default: 0")
+    parser.add_argument("--gpu", metavar="NAME", help=f"the GPU of the rehearsal; default: {_DEFAULT_GPU}")
+    parser.add_argument("--gpu-memory", metavar="32GB", help="default: that of the GPU")
     add_json_flag(parser)
     args = parser.parse_args()
     check_flags(args)
@@ -108,14 +108,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """A flag that would be ignored is refused."""
+    """Refuse flags that would be ignored."""
     if args.rehearse is None:
         for flag in ("rank", "gpu", "gpu_memory"):
             if getattr(args, flag) is not None:
                 raise UserError(f"--{flag.replace('_', '-')}: belongs to a rehearsal; give --rehearse RANKS too")
         return
     if args.run is None:
-        raise UserError("--rehearse: needs the run that is rehearsed; give a RUN.yaml")
+        raise UserError("--rehearse: needs a run to rehearse; give a RUN.yaml")
     if args.hostfile is not None:
         raise UserError("--hostfile: a rehearsal asks no hosts; leave it out, or check the hosts without --rehearse")
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text under a model, by a named protocol. docs/evaluation.md is the guide.
+"""Measure the perplexity of a text under a model by a named protocol. docs/evaluation.md is the guide.
 
 python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached
 """
@@ -60,7 +60,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "evaluate",
-        "Perplexity of a token store under a model. Under a launcher the work is shared by its processes; "
+        "Measure the perplexity of a token store under a model. Under a launcher its processes share the work; "
         "their number does not change the result.",
         "python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached\n"
         "  deepspeed --num_gpus 8 --module megatron_style.evaluate runs/mine --data data/mine/test --mode sliding "
@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
-    add("--data", type=Path, required=True, metavar="PREFIX", help="a token store: PREFIX.bin + .idx")
+    add("--data", type=Path, required=True, metavar="PREFIX", help="a token store: PREFIX.bin and PREFIX.idx")
     add("--mode", choices=list(MODES), required=True)
     add("--segment-length", type=positive_int, metavar="L", help="default: the length last trained with")
     add("--stride", type=positive_int, metavar="S", help="sliding only: tokens of a window that count")
@@ -82,12 +82,12 @@ def parse_args() -> argparse.Namespace:
         help="cached and token-by-token only: cut the walk into N lanes that several processes can share, each warmed "
         "by the segment before it; default: 1, the exact walk",
     )  # fmt: skip
-    add("--tensor", type=positive_int, default=1, metavar="N", help="processes that share one model's layers")
+    add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
     add("--dtype", choices=list(DTYPES), default="float32")
     add("--nll", type=output_file, metavar="OUT.npz", help="write `tokens` and `nll` (nats) in stream order")
     add(
         "--by-position", type=output_file, nargs="?", const=Path("loss_by_position.png"), metavar="OUT.png",
-        help="mean loss by position in the segment, as a table and a picture; default: loss_by_position.png",
+        help="report the mean loss by position in the segment, as a table and a picture; default: loss_by_position.png",
     )  # fmt: skip
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     add_json_flag(parser)
@@ -133,7 +133,7 @@ def measure(
             protocol,
             eos=source.config.eos,
             axis=axis,
-            progress=lambda done: bar.update(min(done * axis.size, tokens - bar.n)),  # the others are about as far
+            progress=lambda done: bar.update(min(done * axis.size, tokens - bar.n)),  # the other ranks are about as far
         )
         seconds = time.monotonic() - begin
         memory = torch.tensor(float(peak()), device=device)

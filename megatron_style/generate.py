@@ -56,23 +56,23 @@ def options_of(args: argparse.Namespace) -> WritingOptions:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "generate",
-        "Text from a model.",
+        "Continue text with a model, by sampling or beam search.",
         'python -m megatron_style.generate runs/quickstart/model --prompt "The state of the Union" --tokens 100',
     )
     add = parser.add_argument
     add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
     add("--prompt", action="append", default=[], metavar="TEXT", help="the text to continue; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt on each line")
-    add("--interactive", action="store_true", help="continue what is typed, line by line; /reset forgets")
-    add("--tokens", type=positive_int, default=100, metavar="N", help="how many to write at most (100)")
+    add("--interactive", action="store_true", help="continue typed lines; /reset forgets them")
+    add("--tokens", type=positive_int, default=100, metavar="N", help="at most N tokens per text (100)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--stop-at-line-end", action="store_true", help="end with the line")
+    add("--stop-at-line-end", action="store_true", help="end at the end of the line")
     add("--temperature", type=float, metavar="T", help="0 is greedy, 1 the model's own distribution (1)")
-    add("--top-k", type=positive_int, metavar="K", help="choose among the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="choose among the most likely tokens of total mass P")
+    add("--top-k", type=positive_int, metavar="K", help="sample among the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="sample among the likeliest tokens of total probability P")
     add("--beams", type=positive_int, metavar="N", help="beam search with N beams instead of sampling")
     add("--seed", type=int, default=1, metavar="N")
-    add("--batch-rows", type=positive_int, default=16, metavar="N", help="how many prompts are continued at once (16)")
+    add("--batch-rows", type=positive_int, default=16, metavar="N", help="prompts per batch (16)")
     add_json_flag(parser)
     return parser.parse_args()
 
@@ -88,7 +88,7 @@ def check_choice(args: argparse.Namespace) -> None:
         raise UserError("--stop is empty; give it the text to end before")
     for flag in ("temperature", "top_k", "top_p"):
         if args.beams and getattr(args, flag) is not None:
-            raise UserError(f"--beams {args.beams} searches and draws nothing; leave out --{flag.replace('_', '-')}")
+            raise UserError(f"--beams {args.beams} does not sample; leave out --{flag.replace('_', '-')}")
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

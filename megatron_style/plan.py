@@ -1,4 +1,4 @@
-"""What a run will take, before a GPU is: memory, arithmetic, messages and time of each stage.
+"""Estimate memory, FLOPs, communication and time of each stage of a run, without a GPU.
 
 python -m megatron_style.plan run_configs/wikitext103_shortformer.yaml --set data.vocab_size=267744 --gpu v100-32gb
 """
@@ -31,7 +31,9 @@ from megatron_style.planning.setup import sharding_of
 from megatron_style.planning.text import text_facts
 from megatron_style.planning.timing import Machine
 
-DEFAULT_GPU, DEFAULT_EFFICIENCY, DEFAULT_COUNT = "a100-80gb", 0.4, 8
+DEFAULT_GPU = "a100-80gb"
+DEFAULT_EFFICIENCY = 0.4
+DEFAULT_COUNT = 8
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     machine = Machine(args.gpu, efficiency)
     estimate = estimate_run(run, text, sharding, machine, gpus=counts, memory=args.gpu_memory or args.gpu.memory)
     if text.tokens is None:
-        log(f"{run.data.train}: not there yet; shares of the vocabulary are guessed, epochs have no length")
+        log(f"{run.data.train}: does not exist yet; vocabulary shares are guessed, the length of an epoch is unknown")
     if args.picture:
         from megatron_style.planning.picture import draw  # takes a second
 
@@ -60,8 +62,8 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "plan",
-        "Memory, arithmetic, communication and time of each stage of a run, computed from its files: no GPU is needed, "
-        "and no corpus if the run file has data.vocab_size.",
+        "Estimate memory, FLOPs, communication and time of each stage of a run from its files: no GPU is needed, and "
+        "no corpus if the run file has data.vocab_size.",
         "python -m megatron_style.plan run_configs/wikitext103_shortformer.yaml --set data.vocab_size=267744 "
         "--gpu v100-32gb --gpus 8,64,512",
     )
@@ -70,14 +72,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN.yaml")
     add_set_flag(parser)
     parser.add_argument("--gpu", type=gpu, default=DEFAULT_GPU, metavar="NAME", help=f"one of {', '.join(GPUS)}")
-    parser.add_argument("--gpu-memory", type=memory, metavar="32GB", help="default: what the GPU has")
-    parser.add_argument("--gpus", metavar="N,...", help=f"how many; several are compared; default: {DEFAULT_COUNT}")
+    parser.add_argument("--gpu-memory", type=memory, metavar="32GB", help="default: that of the GPU")
+    parser.add_argument("--gpus", metavar="N,...", help=f"numbers of GPUs to compare; default: {DEFAULT_COUNT}")
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument(
         "--efficiency", type=share_of_peak, metavar="0.4", default=DEFAULT_EFFICIENCY, help="share of the GPU's peak"
     )
-    speed.add_argument("--calibrate", type=Path, metavar="RUN_DIR", help="take the efficiency from a run on such GPUs")
-    parser.add_argument("--picture", type=picture_file, metavar="plan.png", help="draw it too; .png or .svg")
+    speed.add_argument("--calibrate", type=Path, metavar="RUN_DIR", help="measure the efficiency in a run on such GPUs")
+    parser.add_argument("--picture", type=picture_file, metavar="plan.png", help="also draw the plan; .png or .svg")
     add_json_flag(parser)
     return parser.parse_args()
 
@@ -102,12 +104,12 @@ def share_of_peak(text: str) -> float:
 
 
 def gpu_counts(text: str | None, tensor: int) -> list[int]:
-    """Return the numbers of GPUs to compare; they cannot be checked without the run file."""
+    """Return the numbers of GPUs to compare, checked against parallel.tensor of the run file."""
     if text is None:
         return [-(-DEFAULT_COUNT // tensor) * tensor]
     counts = [int(part) if part.strip().isascii() and part.strip().isdigit() else 0 for part in text.split(",")]
     if not all(count > 0 and count % tensor == 0 for count in counts):
-        reason = f"multiples of parallel.tensor ({tensor})" if tensor > 1 else "numbers from 1 on"
+        reason = f"multiples of parallel.tensor ({tensor})" if tensor > 1 else "numbers of at least 1"
         raise UserError(f"--gpus {text}: must be {reason}, such as {8 * tensor} or {8 * tensor},{64 * tensor}")
     return counts
 

@@ -1,4 +1,4 @@
-"""Turn text files into a token store, its tokenizer, and a record of what was done.
+"""Turn text files into token stores, their tokenizer, and a record of the recipe.
 
 python -m megatron_style.prepare --corpus sotu --output data/sotu
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_style.data.workers import usable_cpus, worker_pool
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    with worker_pool(args.workers) as pool:  # under mpirun only one rank goes beyond this line
+    with worker_pool(args.workers) as pool:  # under mpirun only rank 0 continues after this line
         recipe = recipe_from(args)
         record, is_new = prepare_corpus(recipe, args.output, pool, overwrite=args.overwrite)
     show(_summary(args.output, record, is_new=is_new), as_json=args.json)
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def recipe_from(args: argparse.Namespace) -> Recipe:
     """Check the flags against one another, and find the files."""
     splits, suited = _sources(args)
-    for file in (file for files in splits.values() for file in files):
+    for file in chain.from_iterable(splits.values()):
         check_text_file(file.path)
     kind = args.tokenizer or suited
     if args.dictionary is not None:
@@ -44,7 +45,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
 
 
 def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[TextFile]], str]:
-    """The files of each split, and the kind of tokenizer that suits them."""
+    """Return the files of each split, and the kind of tokenizer that suits them."""
     given = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
     if args.corpus is not None:
         if given:
@@ -81,7 +82,7 @@ def _summary(output: Path, record: Mapping[str, Any], *, is_new: bool) -> dict[s
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "prepare",
-        "Turn text files into a token store (train, valid, test .bin and .idx), its dictionary and corpus.json.",
+        "Turn text files into token stores (.bin and .idx of train, valid and test), their tokenizer and corpus.json.",
         "python -m megatron_style.prepare --corpus sotu --output data/sotu\n"
         "  python -m megatron_style.prepare --train a.txt b.txt --valid v.txt --output data/mine --threshold 3",
     )
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
             f"--{split}", nargs="+", action="extend", type=Path, metavar="FILE", help=f"UTF-8 text for {split}"
         )
     files.add_argument("--corpus", metavar="NAME", help="sotu, python or wikitext-103 (downloaded)")
-    files.add_argument("--cache", type=Path, default=DEFAULT_CACHE, metavar="DIR", help="where downloads are kept")
+    files.add_argument("--cache", type=Path, default=DEFAULT_CACHE, metavar="DIR", help="the folder of downloads")
 
     words = parser.add_argument_group("tokenizer")
     words.add_argument("--tokenizer", choices=("words", "bpe"), help="default: words; bpe for sotu and python")

@@ -1,4 +1,4 @@
-"""One HTML page about one or several runs.
+"""Make an HTML page about one or several runs.
 
 python -m megatron_style.report runs/quickstart --output report.html
 """
@@ -37,7 +37,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "report",
-        "One self-contained HTML page about one or several runs.",
+        "Make a self-contained HTML page about one or several runs.",
         "python -m megatron_style.report runs/quickstart runs/baseline --output report.html",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR")

@@ -1,4 +1,4 @@
-"""The paper's tables, measured at any scale, next to the paper's own figures. docs/reproducing.md is the guide.
+"""Measure the paper's tables at any scale, next to the paper's own figures. docs/reproducing.md is the guide.
 
 python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_tables
 """
@@ -39,8 +39,8 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "reproduce",
-        "A table of the paper, measured: its runs are trained and evaluated, the table is printed beside the paper's, "
-        "and the paper's claims are tested. Started again, it goes on where it stopped.",
+        "Train and evaluate the runs of the paper's tables, print the tables next to the paper's figures, and test the "
+        "paper's claims. Started again, it resumes.",
         "python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_tables",
     )
     parser.add_argument("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1 to 12")
@@ -49,9 +49,9 @@ def parse_args() -> argparse.Namespace:
         "--corpus", type=Path, metavar="DIR",
         help="a prepared corpus, or text files named train, valid and test; default: the built-in one",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each row; default: the scale's")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once; default: one for each CPU, one on GPUs")
-    parser.add_argument("--emit", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs per row; default: that of the scale")
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once; default: one per CPU, one on GPUs")
+    parser.add_argument("--emit", action="store_true", help="print the commands without running them")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="runs, evaluations and results")
     add_json_flag(parser)
     return parser.parse_args()
@@ -66,7 +66,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def has_gpus() -> bool:
-    from megatron_style.hosts.launcher import accelerator  # torch takes a second, and is needed only here
+    from megatron_style.hosts.launcher import accelerator  # torch takes a second to import
 
     return accelerator().type != "cpu"
 
@@ -78,7 +78,7 @@ def show_commands(commands: Sequence[Sequence[str]], *, as_json: bool) -> None:
         return
     for line in lines:
         say(f"{line}\n")
-    log("then the same command without --emit evaluates the models and makes the tables")
+    log("after these, run the same command without --emit: it evaluates the models and makes the tables")
 
 
 def show_results(experiment: Experiment, results: Results, *, in_json: bool) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from pathlib import Path
 
 from megatron_style.base.command import command_parser, positive_int, run_command
@@ -46,12 +47,14 @@ def parse_args() -> argparse.Namespace:
 
 def spec_of(args: argparse.Namespace) -> LaunchSpec:
     if args.hostfile and args.processes:
-        raise UserError("--processes is for this machine only; a hostfile says how many with `slots=N`")
+        raise UserError("--processes: is for this machine only; in a hostfile, set `slots=N`")
     settings = settings_of(args)
+    hosts = read_hostfile(args.hostfile) if args.hostfile else ()
+    overrides = chain.from_iterable(("--set", setting) for setting in settings)
     return LaunchSpec(
         run=load_run(args.run, settings),
-        arguments=(str(args.run), *(word for setting in settings for word in ("--set", setting))),
-        hosts={host.name: host.slots or 1 for host in read_hostfile(args.hostfile)} if args.hostfile else {},
+        arguments=(str(args.run), *overrides),
+        hosts={host.name: host.slots or 1 for host in hosts},
         processes=args.processes,
         retries=args.retries,
         pause=args.pause,
@@ -63,7 +66,7 @@ def _duration(text: str) -> float:
     try:
         return seconds_of(text)
     except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90s, 30m or 2h") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; use for example 90s, 30m or 2h") from None
 
 
 if __name__ == "__main__":

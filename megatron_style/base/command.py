@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, where results go, and how they look."""
+"""What all commands share: flags, exit codes, results on standard output and logs on standard error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from megatron_style.base.launchers import is_first_of_host
 
 CONSOLE_COMMAND = "shortformer"
 Value = TypeVar("Value")
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DIVERGED, EXIT_INTERRUPTED = 0, 1, 2, 75, 76, 130
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75
+EXIT_DIVERGED = 76
+EXIT_INTERRUPTED = 130
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """A wrong flag is told like any other wrong input: in one line."""
+    """A parser that reports a wrong flag like any other wrong input: in one line."""
 
     def error(self, message: str) -> NoReturn:
-        log(f"error: {message.removeprefix('argument ')}; `{self.prog} --help` shows what there is")
+        log(f"error: {message.removeprefix('argument ')}; `{self.prog} --help` lists the flags")
         sys.exit(EXIT_BAD_INPUT)
 
 
@@ -54,8 +59,8 @@ def output_file(text: str) -> Path:
 
 
 def argument_type(convert: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return the `type` of an argument whose refusal is shown as it is: argparse would replace the message of a
-    UserError, which is a ValueError, by one of its own."""
+    """Return the `type` of an argument whose error message is shown unchanged. A UserError is a ValueError, whose
+    message argparse would replace by its own."""
 
     def converted(text: str) -> Value:
         try:
@@ -74,16 +79,16 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 def add_set_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], dest="settings",
-        metavar="section.key=value", help="in place of the run file's value; as often as needed",
+        metavar="section.key=value", help="override a value of the run file; may be repeated",
     )  # fmt: skip
 
 
 def run_command(main: Callable[[], None]) -> NoReturn:
-    """Run a command's main and leave with the exit code that interface promises."""
+    """Run a command's main and exit with the code of its outcome."""
     try:
         main()
     except UserError as error:
-        if is_first_of_host():  # all its processes make the same mistake: say it once
+        if is_first_of_host():  # all processes of a host find the same mistake
             log(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
     except Stopped as reason:
@@ -103,20 +108,20 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 
 def log(line: str) -> None:
-    """Progress and remarks: standard error, so that standard output holds results only. It may go to a file on a disk
-    that is full, which is no reason to end. File names and values in it cannot act on a terminal, now or later."""
+    """Write a line to standard error: standard output holds results only. A full disk is no reason to end, and control
+    characters are escaped, since file names and values must not act on a terminal."""
     with suppress(OSError):
         print(harmless(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say(text: str) -> None:
-    """Write text to standard output at once: as it is for a program, and so that it cannot act for a terminal."""
+    """Write text to standard output and flush it. On a terminal control characters are escaped."""
     sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def show(result: Mapping[str, object], *, as_json: bool) -> None:
-    """The command's result on standard output."""
+    """Print the command's result on standard output."""
     if as_json:
         print(json.dumps(result))  # noqa: T201
         return
@@ -126,7 +131,7 @@ def show(result: Mapping[str, object], *, as_json: bool) -> None:
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table for people on standard output: names to the left, numbers to the right."""
+    """Print a table on standard output: names aligned left, numbers right."""
     lines = [tuple(header), *(tuple(map(_text, row)) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     say("\n")

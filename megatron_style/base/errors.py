@@ -1,39 +1,39 @@
-"""What goes wrong, in one line each: a user's mistake, or a run that cannot go on."""
+"""The exceptions that end a command with one line, and text that is safe to print."""
 
 import re
 
-# All but newline and tab, those that turn the direction of text, and bytes that are no text.
+# Control characters except newline and tab, marks that change the text direction, and undecodable bytes.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LONGEST = 2000
 
 
 def one_line(text: str) -> str:
-    """Return the text with control characters and line ends escaped: what a file holds must not act on a terminal, nor
-    fill it. Of a text that is too long the middle is left out, since what to do comes last."""
+    """Return the text with control characters and line ends escaped: the content of a file must neither act on a
+    terminal nor fill it. A text that is too long loses its middle, since a message ends with what to do."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def harmless(text: str) -> str:
-    """Return the text, of any number of lines, with control characters escaped: it must not act on a terminal."""
+    """Return the text with control characters escaped, so that it cannot act on a terminal; line ends stay."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class UserError(ValueError):
-    """The user's input is wrong. The message names the key or file, what it holds, and what would be right."""
+    """The user's input is wrong. The message names the key or file, its value, and what is expected."""
 
     def __str__(self) -> str:
         return one_line(super().__str__())
 
 
 class Stopped(Exception):
-    """The run was asked to leave, and has saved its state. Start it again to go on."""
+    """The run was asked to stop, and has saved its state. The same command resumes it."""
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on, for a reason that is nobody's input. The message says why and what is saved."""
+    """The run cannot continue, and no input is to blame. The message says why and what is saved."""
 
 
 class Diverged(RunFailed):
-    """The loss or the gradients are not finite any more. Starting again from the last checkpoint would end here too."""
+    """The loss or the gradients are no longer finite. Resuming from the last checkpoint would diverge again."""

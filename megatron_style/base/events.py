@@ -1,6 +1,6 @@
 """`metrics.jsonl`, the record of a run: one JSON object per line. Each kind of event is a class here, whose fields are
-the keys of its line in the order in which they are written. What a run did not record, or what is not of its type in a
-file that someone has changed, is None.
+the keys of its line in the order in which they are written. A value that the run did not record, or that has the wrong
+type because someone has edited the file, is None.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, ClassVar, get_type_hints
 from megatron_style.base.errors import UserError
 from megatron_style.base.json_text import parse_json
 
-_COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # which a resumed run continues
+_COUNTS = ("tokens", "seconds", "stage_seconds", "skipped", "flops")  # that a resumed run continues
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageEvent:
-    """A stage opens. The totals are those before its first step."""
+    """The start of a stage. The totals are those before its first step."""
 
     KIND: ClassVar = "stage"
     step: int
@@ -99,7 +99,7 @@ class StageEndEvent:
 
 @dataclass(frozen=True)
 class UnknownEvent:
-    """An event of a kind that a newer version has written."""
+    """An event that a newer version has written."""
 
     step: int
     kind: str
@@ -113,7 +113,8 @@ KINDS: Mapping[str, type[KnownEvent]] = {
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return all events of a record. A line that is not one is an error, but the last: a kill may have torn it."""
+    """Return all events of a record. A line that is not an event is an error, except for an unfinished last one, which
+    a kill may leave."""
     try:
         content = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -130,8 +131,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def parse_event(line: str | bytes, *, needs_sound_counts: bool = False) -> Event | None:
-    """Return the event of a line; None if it holds none. A run that resumes continues the counts of a line, so it does
-    not take a line in which one of them is damaged."""
+    """Return the event of a line; None if there is none. A resumed run continues the counts of a line, so with
+    `needs_sound_counts` a line with a damaged count is no event either."""
     try:
         data = parse_json(line)
     except ValueError:
@@ -140,7 +141,8 @@ def parse_event(line: str | bytes, *, needs_sound_counts: bool = False) -> Event
         return None
     if needs_sound_counts and not all(_is_sound(data[key]) for key in _COUNTS if key in data):
         return None
-    kind, step = data["kind"], data["step"]
+    kind = data["kind"]
+    step = data["step"]
     if kind not in KINDS:
         return UnknownEvent(step, kind)
     values = {key: read(data[key]) for key, read in _READERS[kind].items() if key in data}
@@ -148,7 +150,7 @@ def parse_event(line: str | bytes, *, needs_sound_counts: bool = False) -> Event
 
 
 def line_of(event: Event) -> str:
-    """Return the event as a line of the record, without its end. What is None is left out."""
+    """Return the event as a line of the record, without the newline. Fields that are None are left out."""
     if isinstance(event, UnknownEvent):
         return json.dumps({"kind": event.kind, "step": event.step})
     values = {field.name: getattr(event, field.name) for field in fields(event)}

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all, also on a full disk."""
+"""Atomic files and folders: they appear complete or not at all, even when the disk is full."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, which takes its place when the body is done. On any error it is removed."""
+    """Yield a temporary folder next to `target`, which replaces it when the body is done; an error removes it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp's are private
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp makes private folders
         put_in_place(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what writers of `target` left when they were killed. For those who know that nobody else writes it now."""
+    """Remove the temporary folders of killed writers of `target`. The caller must know that none is at work now."""
     for folder in target.parent.glob(f"{glob.escape(_prefix(target))}*"):
         shutil.rmtree(folder)
 
@@ -35,7 +35,7 @@ def _prefix(target: Path) -> str:
 
 
 def put_in_place(new: Path, target: Path) -> None:
-    """Rename a whole file or folder. One that is in the way is moved aside first, and back again if that fails."""
+    """Rename a complete file or folder to `target`. An existing one is moved aside first, and back if that fails."""
     _flush_to_disk(new)
     if not target.exists():
         new.rename(target)
@@ -52,13 +52,13 @@ def put_in_place(new: Path, target: Path) -> None:
 
 
 def _flush_to_disk(new: Path) -> None:
-    """A rename may reach the disk before the data does, unless the data was sent there first."""
+    """Flush the data before the rename, which may otherwise reach the disk first."""
     for path in [*new.rglob("*"), new]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Send a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -74,12 +74,12 @@ def _umask() -> int:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield the name of a file to write, which takes the place of `path` when the body is done. On any error it is
-    removed; one that a kill leaves is replaced by the next write."""
-    if path.exists() and not path.is_file():  # a pipe or a device has no other name
+    """Yield the name of a file to write, which replaces `path` when the body is done. On any error it is removed; one
+    that a kill leaves is overwritten by the next write."""
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be replaced
         yield path
         return
-    target = path.resolve()  # a link stays one
+    target = path.resolve()  # so that a symbolic link stays one
     new = target.with_name(f".{target.name}.new")
     try:
         yield new

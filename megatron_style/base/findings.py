@@ -1,4 +1,4 @@
-"""What a check before a launch has found, and how bad it is."""
+"""The findings of a check before a launch, and their severity."""
 
 from __future__ import annotations
 

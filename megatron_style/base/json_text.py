@@ -1,4 +1,4 @@
-"""JSON that a stranger may have written."""
+"""Untrusted JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return what the text says, or raise a ValueError, also where the parser runs out of stack."""
+    """Parse the text. Any failure is a ValueError, even where the parser runs out of stack."""
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError:

@@ -1,4 +1,6 @@
-"""The variables in which each launcher tells a process its place; `hosts/launcher.py` tells the launchers apart."""
+"""The environment variables in which each launcher passes a process its rank; `hosts/launcher.py` detects which one
+started this process.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ MPICH = PlaceVariables("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", hosts="CROSS_S
 
 
 def is_first_of_host() -> bool:
-    """True if this process has the first local rank, by the first launcher that says so; also without a launcher."""
+    """True if this process has local rank 0, or no launcher started it."""
     names = [place.local_rank for place in (DEEPSPEED, TORCHRUN, OPEN_MPI, SRUN, MPICH)]
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def mpi_world_size() -> int:
-    """Return it from the launcher's variables: importing mpi4py outside `mpirun` would start MPI."""
+    """Return the number of MPI processes by the launcher's variables: importing mpi4py outside `mpirun` would start
+    MPI."""
     return int(os.environ.get(OPEN_MPI.world) or os.environ.get(MPICH.world) or 1)

@@ -17,7 +17,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint by its name; None if this is not the name of one."""
+    """Return the step of a checkpoint by its name; None if it is not the name of a checkpoint."""
     found = _CHECKPOINT.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -51,7 +51,7 @@ class RunFolder:
         return self.checkpoints / checkpoint_name(step)
 
     def steps(self) -> list[int]:
-        """Return the steps of the folders that are named like a checkpoint, in order; what else is there is ignored."""
+        """Return the steps of the folders that are named like a checkpoint, in order; other files are ignored."""
         found = (step_of(path.name) for path in self.checkpoints.glob("global_step*"))
         return sorted(step for step in found if step is not None)
 

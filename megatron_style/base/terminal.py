@@ -12,15 +12,15 @@ _USUAL_WIDTH = 80
 
 
 class Terminal:
-    """Standard error of a rank. What is written goes above the bar; a line also clears the bar of another process."""
+    """Standard error of a rank. Text is written above the bar; a line also clears the bar of another process."""
 
     def __init__(self, stream: TextIO, log: TextIO | None = None) -> None:
-        """`log` takes the lines that the bar stands for."""
+        """Write to `stream`; `log` receives the lines that the bar replaces."""
         self._stream = stream
         self._log = log
         self._bar = ""
         self._line_begins = True
-        self._lock = threading.Lock()  # the heartbeat speaks from a thread of its own
+        self._lock = threading.Lock()  # the heartbeat writes from a thread of its own
 
     def write(self, text: str) -> int:
         if not text:
@@ -32,7 +32,7 @@ class Terminal:
         return len(text)
 
     def draw(self, bar: str) -> None:
-        """From now on this is the last line; an empty one removes it."""
+        """Show the bar as the last line from now on; an empty one removes it."""
         with self._lock:
             if self._line_begins and (bar or self._bar):
                 self._stream.write(_CLEAR + bar)
@@ -40,7 +40,7 @@ class Terminal:
             self._bar = bar
 
     def keep(self, text: str) -> None:
-        """Write to the log only, which a full disk may end without ending the run."""
+        """Write to the log only. A full disk may end the log, but not the run."""
         with suppress(OSError, ValueError):
             if self._log is not None:
                 self._log.write(text)
@@ -57,5 +57,5 @@ class Terminal:
 
 
 def has_bar(stream: TextIO) -> bool:
-    """True if somebody looks at the stream, and it can clear a line."""
+    """True if the stream is a terminal that can clear a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""Amounts as people read them: 1.84M tokens, 12.5 min, 3.2 TFLOP/s, 1.5 GiB. The one home of number formats."""
+"""Amounts as people read them: 1.84M tokens, 12.5 min, 3.2 TFLOP/s, 1.5 GiB. All number formats are here."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def three_digits(value: float) -> str:
 
 
 def plain(value: float) -> str:
-    """Without noise in the last digits, and with a short exponent where there must be one."""
+    """Return the number without noise in the last digits, and with a short exponent where it needs one."""
     digits = f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
     mantissa, exponent, power = digits.partition("e")
     return f"{mantissa}e{int(power)}" if exponent else digits
 
 
 def size(count: float) -> str:
-    """Return an amount of memory or of a file, given in bytes."""
+    """Return the size of memory or of a file, given in bytes."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
@@ -66,7 +66,8 @@ def with_prefix(value: float) -> str:
     """Return `1.23 M` for 1234567, to be followed by the unit."""
     power = 0
     while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
-        value, power = value / 1000, power + 1
+        value /= 1000
+        power += 1
     return f"{value:.3g} {_PREFIXES[power]}"
 
 

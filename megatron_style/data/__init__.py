@@ -1,6 +1,6 @@
-"""From text files to batches. No torch.
+"""From text files to batches, without torch.
 
-text, tokenizer, encode, workers: text to token ids, on many processes. prepare: all of it, with a record. store: the
-`.bin` and `.idx` files. corpus: the stores of a run and their tokenizer. batch: a batch of them. corpora, download: the
-built-in ones. Read store and corpus first.
+text, tokenizer, encode, workers: text to token ids, in parallel. progress: its progress bar. prepare: the complete
+preparation, with a record. store: the `.bin` and `.idx` files. corpus: the stores of a run and their tokenizer. batch:
+inputs and targets. corpora, download: the built-in corpora. Read store and corpus first.
 """

@@ -22,7 +22,7 @@ def read_batch(tokens: NDArray[Any], reading: Reading, *, eos: int) -> Batch:
     places = reading.places
     before = tokens[np.maximum(places - 1, 0)].astype(np.int64)
     return Batch(
-        inputs=np.where(places > 0, before, eos),  # the corpus opens as if a line had just ended
+        inputs=np.where(places > 0, before, eos),  # the corpus starts as if a line had just ended
         targets=tokens[places].astype(np.int64),
         counted=np.arange(places.shape[1]) < reading.lengths[:, None],
     )

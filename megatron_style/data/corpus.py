@@ -1,4 +1,4 @@
-"""The prepared text of a run: two token stores and the facts that belong to them."""
+"""The prepared text of a run: two token stores, their vocabulary and their tokenizer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Corpus:
     train: TokenStore
     valid: TokenStore
     vocab_size: int
-    tokenizer: Tokenizer | None  # stores of other tools may come without one
+    tokenizer: Tokenizer | None  # the stores of other tools may have none
     eos: int = EOS
 
     def held_out_digest(self, tokens: NDArray[Any]) -> str:
-        """Return what is the same for the same held-out tokens of the same vocabulary: losses compare only then."""
+        """Return a digest of held-out tokens and their vocabulary: losses can be compared only if it is the same."""
         digest = hashlib.sha256(self._vocabulary.encode())
         for first in range(0, len(tokens), BLOCK):
             digest.update(tokens[first : first + BLOCK].astype("<i8").tobytes())
@@ -38,12 +38,13 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
-    train, valid = open_store(data.train), open_store(data.valid)
+    train = open_store(data.train)
+    valid = open_store(data.valid)
     tokenizer = tokenizer_beside(data.train)
     vocab_size = data.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if vocab_size is None:
         raise UserError(
-            f"{data.train.parent}: no {DICTIONARY_FILE} or {BPE_FILE} beside the token store; "
+            f"{data.train.parent}: no {DICTIONARY_FILE} or {BPE_FILE} next to the token store; "
             f"set data.vocab_size to the number of token ids"
         )
     if data.valid.parent != data.train.parent:
@@ -54,15 +55,16 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
     return Corpus(train, valid, vocab_size, tokenizer)
 
 
-def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, told: str) -> None:
-    """Ids of another tokenizer are other words, even where they are in range. A store without one is taken as it is."""
-    theirs = tokenizer_beside(prefix)
-    if tokenizer is not None and theirs is not None and tokenizer.digest != theirs.digest:
-        raise UserError(f"{prefix}: was prepared with another tokenizer than {told}; prepare it with --dictionary")
+def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, owner: str) -> None:
+    """Refuse a store of another tokenizer: its ids are other words, even if they are in range. A store without a
+    tokenizer is accepted. `owner` says in the message whose tokenizer is expected."""
+    found = tokenizer_beside(prefix)
+    if tokenizer is not None and found is not None and tokenizer.digest != found.digest:
+        raise UserError(f"{prefix}: was prepared with another tokenizer than {owner}; prepare it with --dictionary")
 
 
 def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
-    """Keep a copy in the run's folder, whatever becomes of the corpus. Another one than before is refused."""
+    """Save a copy of the tokenizer in the run's folder, which outlives the corpus. A changed tokenizer is refused."""
     if corpus.tokenizer is None:
         return
     if (kept := tokenizer_beside(RunFolder(folder).run_file)) is None:
@@ -75,7 +77,7 @@ def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
 
 
 def tokenizer_of_run(folder: Path, data: DataConfig) -> Tokenizer | None:
-    """Return the copy that the run has kept, or the one that its corpus has now."""
+    """Return the copy in the run's folder, or else the tokenizer of its corpus."""
     return tokenizer_beside(RunFolder(folder).run_file) or tokenizer_beside(data.train)
 
 

@@ -1,4 +1,4 @@
-"""A public archive on this machine: downloaded once, checked against its digest, unpacked."""
+"""Download a public archive once, check it against its digest, and unpack it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 30
 class Download:
     url: str
     sha256: str
-    members: Mapping[str, str]  # our name for a file of the archive -> its path in there
+    members: Mapping[str, str]  # our name of a file -> its path in the archive
 
     @property
     def file_name(self) -> str:
@@ -32,7 +32,7 @@ class Download:
 
 
 def fetch(download: Download, folder: Path) -> dict[str, Path]:
-    """The archive's members as files in `folder`; what is there already is used again."""
+    """Return the archive's members as files in `folder`; those that exist are reused."""
     targets = {name: folder / Path(member).name for name, member in download.members.items()}
     if all(target.is_file() for target in targets.values()):
         return targets
@@ -60,7 +60,7 @@ def _download(download: Download, archive: Path) -> None:
 
 
 def _check_digest(archive: Path, expected: str) -> None:
-    """Of a file that somebody may have put there by hand, so it is named and not removed."""
+    """Refuse a wrong archive without removing it, since a user may have put it there by hand."""
     found = file_digest(archive)
     if found != expected:
         raise UserError(f"{archive}: has sha256 {found}, expected {expected}; remove it or replace it")
@@ -74,7 +74,7 @@ def _unpack(archive: Path, targets: Mapping[str, Path]) -> None:
 
 
 def _blocks(url: str, archive: Path) -> Iterator[bytes]:
-    """The answer, piece by piece. Only the network's errors arise in here: those of the disk are not the user's."""
+    """Yield the response in blocks. Only errors of the network become a UserError: the disk is not the user's input."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS) as response:
             size = response.headers.get("Content-Length")

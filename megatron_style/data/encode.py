@@ -1,7 +1,7 @@
-"""The passes over a corpus: count, build a tokenizer, encode. Chunks go through the pool and come back in order.
+"""The passes over a corpus: count, build a tokenizer, encode. The pool returns the chunks in order.
 
-Workers read the text and the tokenizer from files, which they find under the same path (on several machines: a shared
-file system), so only chunk addresses go out to them and only counts and ids come back.
+Workers read the text and the tokenizer from the same paths (on several machines: of a shared file system), so that only
+chunk addresses are sent to them and only counts and ids come back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron_style.data.workers import Result, WorkerPool
 class EncodedChunk:
     ids: NDArray[Any]
     line_sizes: NDArray[Any]
-    words: int  # as white space separates them, whatever the tokenizer: perplexity per word needs it
+    words: int  # separated by white space, whatever the tokenizer: perplexity per word needs them
     unknown: int
 
 
@@ -58,7 +59,7 @@ def build_bpe_tokenizer(
     """Learn byte pairs, then number them by how often the training text uses them."""
     with tempfile.TemporaryDirectory(dir=scratch) as name:
         folder = Path(name)
-        # In a worker: the trainer starts threads, and a process with threads must not fork workers afterwards.
+        # In a worker, because the trainer starts threads, and a process with threads must not fork workers.
         (learnt,) = pool.map(partial(train_bpe, tuple(files), vocab_size, chunk_bytes), [folder])
         tokenizer = BpeTokenizer.load(learnt)
         counts = np.zeros(tokenizer.vocab_size, np.int64)
@@ -91,8 +92,8 @@ def count_words(chunk: Chunk) -> Counter[str]:
 
 
 def train_bpe(files: Sequence[TextFile], vocab_size: int, chunk_bytes: int, folder: Path) -> Path:
-    lines = (line for chunk in chunks_of(files, chunk_bytes) for line in read_lines(chunk) if line)
-    BpeTokenizer.train(lines, vocab_size).save(folder)
+    lines = chain.from_iterable(map(read_lines, chunks_of(files, chunk_bytes)))
+    BpeTokenizer.train(filter(None, lines), vocab_size).save(folder)
     return folder / BPE_FILE
 
 
@@ -115,8 +116,9 @@ def encode_chunk(tokenizer_folder: Path, chunk: Chunk) -> EncodedChunk:
 
 
 def _encode_lines(tokenizer: Tokenizer, lines: Sequence[str]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """All ids one after another, and how many each line has."""
-    ids, sizes = array("i"), array("i")  # four bytes an id; a list would take ten times as much
+    """Return the ids of all lines in sequence, and the number of ids of each line."""
+    ids = array("i")  # four bytes per id; a list would take ten times as much
+    sizes = array("i")
     for line in lines:
         encoded = tokenizer.encode_line(line)
         ids.extend(encoded)
@@ -126,14 +128,14 @@ def _encode_lines(tokenizer: Tokenizer, lines: Sequence[str]) -> tuple[NDArray[n
 
 @lru_cache(maxsize=1)
 def _tokenizer_in(folder: Path) -> Tokenizer:
-    """Loaded once per worker and folder, not once per chunk."""
+    """Load the tokenizer once per worker, not once per chunk."""
     return load_tokenizer(folder)
 
 
 def _pass(
     pool: WorkerPool, function: Callable[[Chunk], Result], files: Sequence[TextFile], chunk_bytes: int, label: str
 ) -> Iterator[Result]:
-    """Map over all chunks of the files, and show how far it is."""
+    """Map over all chunks of the files, and show the progress."""
     total = sum(file.path.stat().st_size for file in files)
     with byte_progress(label, total) as advance:
         for size, result in pool.map(partial(_with_size, function), chunks_of(files, chunk_bytes)):

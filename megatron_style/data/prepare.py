@@ -1,6 +1,7 @@
-"""Make a token store of text files, with its tokenizer and a record of what was done.
+"""Make a token store of text files, with its tokenizer and a record of the recipe.
 
-Three passes: count, build the tokenizer, encode. The output is the same, byte for byte, for any number of workers.
+There are three passes: count, build the tokenizer, encode. The output does not depend on the number of workers, byte
+for byte.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,13 @@ from megatron_style.data.workers import WorkerPool
 _RECORD_FILE = "corpus.json"
 _RECORD_FORMAT = 1
 _REPLACE_HINT = "use --overwrite to replace it, or another folder"
-_OUTPUT_FILES = {_RECORD_FILE, DICTIONARY_FILE, BPE_FILE} | {
-    f"{split}.{end}" for split in SPLITS for end in ("bin", "idx")
-}
+_STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, (".bin", ".idx"))}
+_OUTPUT_FILES = {_RECORD_FILE, DICTIONARY_FILE, BPE_FILE} | _STORE_FILES
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what the output holds."""
+    """Everything that determines the output."""
 
     splits: Mapping[str, Sequence[TextFile]]
     tokenizer: str
@@ -42,7 +43,7 @@ class Recipe:
 def prepare_corpus(
     recipe: Recipe, output: Path, pool: WorkerPool, *, overwrite: bool = False, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[dict[str, Any], bool]:
-    """Write the output folder. Return its record, and whether it was written now or was already there."""
+    """Write the output folder. Return its record, and False if the same recipe has made it before."""
     output = output.expanduser().resolve()
     _check_replaceable(output)
     identity = _identity(recipe, pool)
@@ -51,17 +52,17 @@ def prepare_corpus(
         return record, False
     with atomic_folder(output) as folder:
         tokenizer = _make_tokenizer(recipe, pool, chunk_bytes, folder)
-        splits = {
-            split: asdict(encode_split(pool, files, chunk_bytes, tokenizer_folder=folder, prefix=folder / split))
-            for split, files in recipe.splits.items()
-        }
+        splits = {}
+        for split, files in recipe.splits.items():
+            counts = encode_split(pool, files, chunk_bytes, tokenizer_folder=folder, prefix=folder / split)
+            splits[split] = asdict(counts)
         record = _record(identity, tokenizer, splits)
         (folder / _RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record, True
 
 
 def _make_tokenizer(recipe: Recipe, pool: WorkerPool, chunk_bytes: int, folder: Path) -> Tokenizer:
-    """Build the tokenizer from the training text, or reuse one; either way it is saved for the workers to read."""
+    """Build the tokenizer from the training text, or reuse one, and save it for the workers to read."""
     train = recipe.splits["train"]
     tokenizer: Tokenizer
     if recipe.dictionary is not None:
@@ -80,8 +81,11 @@ def _make_tokenizer(recipe: Recipe, pool: WorkerPool, chunk_bytes: int, folder: 
 def _identity(recipe: Recipe, pool: WorkerPool) -> dict[str, Any]:
     """Return the recipe as the record keeps it: settings, and sources by digest, so that moved files are the same."""
     dictionary = None if recipe.dictionary is None else _tokenizer_digest(recipe.dictionary)
-    paths = [file.path for files in recipe.splits.values() for file in files]
+    paths = [file.path for file in chain.from_iterable(recipe.splits.values())]
     digests = dict(zip(paths, pool.map(file_digest, paths), strict=True))
+    sources = {}
+    for split, files in recipe.splits.items():
+        sources[split] = [_source(file, digests[file.path]) for file in files]
     return {
         "settings": {
             "tokenizer": recipe.tokenizer,
@@ -89,13 +93,12 @@ def _identity(recipe: Recipe, pool: WorkerPool) -> dict[str, Any]:
             "threshold": recipe.threshold,
             "dictionary": dictionary,
         },
-        "sources": {
-            split: [
-                {"name": file.name, "bytes": file.path.stat().st_size, "sha256": digests[file.path]} for file in files
-            ]
-            for split, files in recipe.splits.items()
-        },
+        "sources": sources,
     }
+
+
+def _source(file: TextFile, digest: str) -> dict[str, Any]:
+    return {"name": file.name, "bytes": file.path.stat().st_size, "sha256": digest}
 
 
 def _tokenizer_digest(path: Path) -> str:
@@ -105,7 +108,7 @@ def _tokenizer_digest(path: Path) -> str:
 
 
 def _record(identity: Mapping[str, Any], tokenizer: Tokenizer, splits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nothing of the time, the machine or the workers: equal corpora have equal records."""
+    """Return the record. Equal corpora have equal records: time, machine and workers are left out."""
     return {
         "format": _RECORD_FORMAT,
         "tokenizer": tokenizer.kind,
@@ -117,7 +120,7 @@ def _record(identity: Mapping[str, Any], tokenizer: Tokenizer, splits: Mapping[s
 
 
 def _check_replaceable(output: Path) -> None:
-    """Replacing a folder removes what is in it, so it may only hold what this command wrote."""
+    """Refuse a folder with other files than this command writes: replacing it would remove them."""
     if not output.exists():
         return
     if not output.is_dir():
@@ -128,7 +131,7 @@ def _check_replaceable(output: Path) -> None:
 
 
 def _existing_record(output: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the record of an output that the same recipe has made already; anything else is refused."""
+    """Return the record of an output of the same recipe; None if there is no output. Any other output is refused."""
     if not output.exists() or not any(output.iterdir()):
         return None
     try:
@@ -143,7 +146,7 @@ def _existing_record(output: Path, identity: Mapping[str, Any]) -> dict[str, Any
             if file_digest(output / f"{split}.bin") != content["sha256"]
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"--output {output}: exists and is not a whole corpus ({error}); {_REPLACE_HINT}") from error
+        raise UserError(f"--output {output}: exists and is not a complete corpus ({error}); {_REPLACE_HINT}") from error
     if damaged:
         raise UserError(f"--output {output}: {damaged[0]} is not what {_RECORD_FILE} says; {_REPLACE_HINT}")
     if found != identity:

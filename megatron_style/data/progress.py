@@ -1,4 +1,4 @@
-"""How far a long pass is: a bar on a terminal, one line at its end elsewhere."""
+"""The progress of a long pass: a bar on a terminal, elsewhere one line at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_style.base.errors import one_line
 
 @contextmanager
 def byte_progress(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """Gives the function to call with the number of bytes just done."""
+    """Yield the function to call with the number of bytes just done."""
     if sys.stderr.isatty():
         label = one_line(label)
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True) as bar:

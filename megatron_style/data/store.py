@@ -1,11 +1,11 @@
-"""The token store: `PREFIX.bin` holds the token ids one after another, `PREFIX.idx` the length of every line.
+"""The token store: `PREFIX.bin` holds the token ids in sequence, `PREFIX.idx` the length of every line.
 
-The layout is `MMIDIDX`, of which there are dialects with the same first bytes and version. fairseq's, which we write:
+The layout is `MMIDIDX`, which has dialects with the same magic and version. fairseq's, which we write:
 
     magic 9 bytes | version u64 = 1 | dtype code u8 | lines u64 | sizes int32 x lines | byte offsets int64 x lines
 
 Megatron-LM, GPT-NeoX and DeepSpeed put a document count (u64) after `lines` and a document index (int64 each) at the
-end, and number their dtypes otherwise. Nothing in the file names the dialect, so the sizes of both files decide.
+end, and number their dtypes differently. Nothing in the file names the dialect, so the sizes of both files decide.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQ")  # magic, version, dtype code, lines
 DOCUMENT_COUNT = struct.Struct("<Q")
-SIZE, OFFSET = np.dtype("<i4"), np.dtype("<i8")
-BLOCK = 1 << 20  # entries looked at in one go
+SIZE = np.dtype("<i4")
+OFFSET = np.dtype("<i8")
+BLOCK = 1 << 20  # entries read at once
 
 _COMMON_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8"}
 DTYPE_CODES = {
@@ -43,12 +44,12 @@ LEGACY_MAGIC = b"TNTIDX\0\0"  # the older layout of the same libraries, which ca
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """fairseq's rule, so that the same text gives the same bytes."""
+    """Return the dtype that fairseq chooses, so that the same text gives the same bytes."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def store_files(prefix: Path) -> tuple[Path, Path]:
-    """The .bin and .idx of a prefix, which may itself be given as one of the two files."""
+    """Return the .bin and .idx of a prefix, which may be given as one of the two files."""
     if prefix.suffix in (".bin", ".idx"):
         prefix = prefix.with_suffix("")
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
@@ -69,7 +70,7 @@ class TokenStoreWriter:
         self._write_header()  # again at the end, with the number of lines
 
     def append(self, ids: NDArray[Any], line_sizes: NDArray[Any]) -> None:
-        """Add whole lines: their ids one after another, and how many ids each has."""
+        """Add complete lines: their ids in sequence, and the number of ids of each line."""
         assert int(line_sizes.sum()) == len(ids), "sizes and ids disagree"
         assert not len(ids) or (ids.min() >= 0 and ids.max() < self._vocab_size), "an id outside the vocabulary"
         data = ids.astype(self.dtype, copy=False).tobytes()
@@ -91,7 +92,7 @@ class TokenStoreWriter:
 
     @property
     def sha256(self) -> str:
-        """Of the .bin so far."""
+        """Return the digest of the .bin so far."""
         return self._sha256.hexdigest()
 
     def __enter__(self) -> TokenStoreWriter:
@@ -112,7 +113,7 @@ class TokenStoreWriter:
         self._idx.write(HEADER.pack(MAGIC, VERSION, code, self.lines))
 
     def _write_offsets(self) -> None:
-        """Read the sizes back block by block, and write where each line starts behind them."""
+        """Read the sizes back in blocks, and write the offset of each line after them."""
         offset = 0
         for first in range(0, self.lines, BLOCK):
             self._idx.seek(HEADER.size + first * SIZE.itemsize)
@@ -139,16 +140,16 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> NDArray[Any]:
-        """All ids as one flat, read-only stream."""
+        """Return all ids as one flat, read-only stream."""
         return np.memmap(self.path, self.dtype, mode="r", shape=(self.size,))
 
     @property
     def line_sizes(self) -> NDArray[Any]:
-        """How many ids each line has."""
+        """Return the number of ids of each line."""
         return self._sizes.mapped()
 
     def check_ids(self, vocab_size: int) -> None:
-        """Refuse ids that the vocabulary does not have: they would read beyond the embedding's end."""
+        """Refuse ids outside the vocabulary: they would read beyond the embedding's end."""
         for first in range(0, self.size, BLOCK):
             block = self.tokens[first : first + BLOCK]
             if int(block.min()) >= 0 and int(block.max()) < vocab_size:
@@ -177,7 +178,7 @@ def open_store(prefix: Path | str, vocab_size: int | None = None) -> TokenStore:
 
 @dataclass(frozen=True)
 class _Entries:
-    """A run of integers inside the index file."""
+    """A contiguous array of integers in the index file."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -196,7 +197,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Index:
-    """An index file whose layout is known; what its dtype code means is not."""
+    """An index file of known layout; the meaning of its dtype code is not known yet."""
 
     path: Path
     code: int
@@ -227,7 +228,7 @@ class _Index:
         )
 
     def contiguous(self, itemsize: int) -> bool:
-        """Does every line start where the one before it ends?"""
+        """True if every line starts where the previous one ends."""
         expected = 0
         for sizes, offsets in zip(_blocks(self.sizes), _blocks(self.offsets), strict=True):
             ends = expected + np.cumsum(sizes, dtype=np.int64) * itemsize
@@ -284,24 +285,25 @@ def _blocks(entries: _Entries) -> Iterator[NDArray[Any]]:
 
 
 def _resolve_dtype(index: _Index, bin_path: Path) -> np.dtype[Any]:
-    """Of all that the code may mean, the one integer type that agrees with the offsets and with the .bin's size."""
+    """Return the one integer type among the meanings of the code that fits the offsets and the size of the .bin."""
     meanings = {np.dtype(codes[index.code]) for codes in DTYPE_CODES.values()}
     fitting = {dtype for dtype in meanings if index.contiguous(dtype.itemsize)}
     if not fitting:
         raise UserError(f"{index.path}: its lines do not follow one another; the file is damaged or of another kind")
     bin_size = bin_path.stat().st_size
-    whole = {dtype for dtype in fitting if index.tokens * dtype.itemsize == bin_size}
-    if not whole:
-        wanted = " or ".join(str(size) for size in sorted({index.tokens * dtype.itemsize for dtype in fitting}))
+    complete = {dtype for dtype in fitting if index.tokens * dtype.itemsize == bin_size}
+    if not complete:
+        expected = sorted({index.tokens * dtype.itemsize for dtype in fitting})
+        wanted = " or ".join(map(str, expected))
         kind = "truncated" if bin_size < index.tokens * min(d.itemsize for d in fitting) else "not of this index"
         raise UserError(f"{bin_path}: has {bin_size} bytes, its index says {wanted}: {kind}")
-    integers = sorted((dtype for dtype in whole if dtype.kind in "iu"), key=str)
+    integers = sorted((dtype for dtype in complete if dtype.kind in "iu"), key=str)
     if not integers:
-        found = " or ".join(sorted(dtype.name for dtype in whole))
+        found = " or ".join(sorted(dtype.name for dtype in complete))
         raise UserError(f"{bin_path}: holds {found} numbers (dtype code {index.code}); expected integer token ids")
     if len(integers) > 1:
         found = " or ".join(dtype.name for dtype in integers)
         raise UserError(
-            f"{index.path}: ambiguous: dtype code {index.code} may mean {found}, and nothing in the files tells which"
+            f"{index.path}: ambiguous: dtype code {index.code} may mean {found}, and nothing in the files says which"
         )
     return integers[0]

@@ -1,6 +1,6 @@
-"""Text files as chunks of whole lines.
+"""Text files as chunks of complete lines.
 
-Chunks have a fixed size, whatever the number of workers, so the order of everything derived from them is fixed too.
+The size of a chunk does not depend on the number of workers, so the order of everything derived from chunks is fixed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK_BYTES = 4 << 20
 @dataclass(frozen=True)
 class TextFile:
     path: Path
-    name: str  # what records call it: never the folder it happened to lie in
+    name: str  # in records, which do not name the folder
 
     @classmethod
     def at(cls, path: Path) -> TextFile:
@@ -27,7 +27,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [start, end) of a file: whole lines."""
+    """Bytes [start, end) of a file: complete lines."""
 
     path: Path
     start: int
@@ -38,7 +38,7 @@ class Chunk:
 
 
 def check_text_file(path: Path) -> None:
-    """Refuse what cannot be a text file before any work is done."""
+    """Refuse what cannot be a text file, before any work is done."""
     if not path.exists():
         raise UserError(f"{path}: no such file; expected a UTF-8 text file")
     if not path.is_file():
@@ -58,7 +58,7 @@ def chunks_of(files: Iterable[TextFile], chunk_bytes: int = CHUNK_BYTES) -> Iter
 
 
 def read_lines(chunk: Chunk) -> list[str]:
-    """The chunk's lines, cut at newlines only: other line separators of Unicode are part of the text."""
+    """Return the chunk's lines, split at newlines only: other line separators of Unicode are part of the text."""
     with chunk.path.open("rb") as file:
         file.seek(chunk.start)
         raw = file.read(len(chunk))
@@ -77,7 +77,7 @@ def _file_chunks(path: Path, chunk_bytes: int) -> Iterator[Chunk]:
     with path.open("rb") as file:
         while start < size:
             file.seek(start + chunk_bytes - 1)
-            file.readline()  # to the end of the line that holds the chunk's last byte, however long it is
+            file.readline()  # to the end of the last line, however long it is
             end = min(file.tell(), size)
             yield Chunk(path, start, end)
             start = end

@@ -1,7 +1,7 @@
-"""Text to token ids and back: a word dictionary as fairseq writes it, and byte-level byte pairs.
+"""Text to token ids and back: a word dictionary in fairseq's format, and byte-level BPE.
 
-Both number their tokens by falling frequency, because adaptive embeddings give the low ids the wide vectors.
-Both keep the same four specials in front, and close every line, blank ones too, with </s>.
+Both number their tokens by descending frequency, because adaptive embeddings give the low ids the wide vectors.
+Both begin with the same four specials, and end every line, blank ones too, with </s>.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_style.base.files import write_atomic
 
 BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
-MULTIPLE = 8  # vocabularies are padded to it: matrix units like it, and tensor-parallel shards divide it
+MULTIPLE = 8  # vocabularies are padded to it, for matrix units and tensor-parallel shards
 
 DICTIONARY_FILE = "dict.txt"
 BPE_FILE = "tokenizer.json"
@@ -31,41 +31,41 @@ SMALLEST_BPE_VOCAB = len(SPECIALS) + 256  # every byte must have a token, or som
 
 
 class Tokenizer(Protocol):
-    """What the rest of the project knows about a tokenizer."""
+    """The interface of every tokenizer."""
 
     @property
     def kind(self) -> str:
-        """`words` or `bpe`."""
+        """Return `words` or `bpe`."""
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, specials and padding included."""
+        """Return the number of ids, including specials and padding."""
 
     @property
     def eos(self) -> int:
         return EOS
 
     def encode_line(self, line: str) -> list[int]:
-        """The ids of one line, closed by </s>."""
+        """Return the ids of one line and </s>."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt: its lines, with </s> between them but not after the last."""
+        """Return the ids of a prompt: its lines, with </s> between them but not after the last."""
         return list(chain.from_iterable(self.encode_line(line) for line in text.split("\n")))[:-1]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids; </s> becomes a newline."""
+        """Return the text of the ids; </s> becomes a newline."""
 
     def count_words(self, ids: Iterable[int]) -> int:
-        """Words between spaces, and line ends: what a perplexity per word divides by, whatever the tokens are."""
+        """Return the number of words and line ends, by which a perplexity per word divides, whatever the tokens are."""
         text = self.decode(ids)
         return len(text.split()) + text.count("\n")
 
     def tokens(self) -> list[str]:
-        """Return what each id stands for, in the order of the ids."""
+        """Return the token of each id, in the order of the ids."""
 
     @property
     def digest(self) -> str:
-        """The same for tokenizers that give the same ids."""
+        """Return a digest that is the same for tokenizers that give the same ids."""
         return hashlib.sha256(json.dumps([self.kind, *self.tokens()]).encode()).hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a folder (dict.txt or tokenizer.json), or in that one file."""
+    """Load the tokenizer of a folder (dict.txt or tokenizer.json), or of one of these files."""
     if path.is_file():
         return BpeTokenizer.load(path) if path.suffix == ".json" else WordDictionary.load(path)
     found = [path / name for name in (DICTIONARY_FILE, BPE_FILE) if (path / name).is_file()]
@@ -85,7 +85,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 class WordDictionary(Tokenizer):
-    """Whole words, numbered in the order of dict.txt; id = line + 4."""
+    """A vocabulary of words, numbered in the order of dict.txt; id = line + 4."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = dict(counts)
@@ -95,7 +95,7 @@ class WordDictionary(Tokenizer):
 
     @classmethod
     def build(cls, counts: Mapping[str, int], *, threshold: int = 0, vocab_size: int | None = None) -> WordDictionary:
-        """The most frequent words, ties in code point order, padded with words that never occur."""
+        """Keep the most frequent words, ties in code point order, and pad with words that never occur."""
         words = {word: n for word, n in counts.items() if word not in SPECIALS}
         if not words:
             raise UserError("the training text holds no words; a dictionary needs at least one")
@@ -136,28 +136,30 @@ class WordDictionary(Tokenizer):
         return self._words
 
     def encode_line(self, line: str) -> list[int]:
-        # str.split cuts at the same characters as the regular expression \s+, which is what fairseq uses
+        # str.split splits at the same characters as fairseq's regular expression \s+
         return [*(self._ids.get(word, UNK) for word in line.split()), EOS]
 
     def decode(self, ids: Iterable[int]) -> str:
-        lines = (" ".join(self._words[i] for i in line) for line in _split_at_eos(ids))
-        return "\n".join(lines)
+        return "\n".join(map(self._decode_line, _split_at_eos(ids)))
+
+    def _decode_line(self, ids: Iterable[int]) -> str:
+        return " ".join(self._words[i] for i in ids)
 
     def save(self, folder: Path) -> None:
         write_atomic(folder / DICTIONARY_FILE, "".join(f"{word} {n}\n" for word, n in self._counts.items()))
 
 
 class BpeTokenizer(Tokenizer):
-    """Byte-level byte pairs: no text is unknown, and decoding gives back the very line."""
+    """Byte-level BPE: no text is unknown, and decoding restores the exact line."""
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         self._model = model
-        # A `</s>` in the text is text. Were it the special, a document could forge line ends. Not stored in the file.
+        # A `</s>` in the text is text, or a document could forge line ends. The file does not store this setting.
         self._model.encode_special_tokens = True
 
     @classmethod
     def train(cls, lines: Iterable[str], vocab_size: int = DEFAULT_BPE_VOCAB) -> BpeTokenizer:
-        """Learn the merges. Ids are the trainer's; `sorted_by` numbers them by frequency."""
+        """Learn the merges. The ids are in the trainer's order; `sorted_by` numbers them by frequency."""
         if vocab_size < SMALLEST_BPE_VOCAB:
             raise UserError(f"--vocab-size {vocab_size} is too small for bpe: at least {SMALLEST_BPE_VOCAB}")
         model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -175,7 +177,7 @@ class BpeTokenizer(Tokenizer):
         return cls(_renumbered(model, [*tokens, *_padding(tokens[len(SPECIALS) :])]))
 
     def sorted_by(self, counts: NDArray[np.int64]) -> BpeTokenizer:
-        """The same merges, numbered by falling count; ties by the token's string."""
+        """Return a tokenizer with the same merges, numbered by descending count; ties by the token's string."""
         tokens = _tokens_by_id(self._model)
         frequency = dict(zip(tokens, counts.tolist(), strict=True))
         ordinary = sorted(tokens[len(SPECIALS) :], key=lambda token: (-frequency[token], token))
@@ -183,7 +185,7 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def load(cls, path: Path, convert: Callable[[str], str] = str) -> BpeTokenizer:
-        """`convert` makes the content of `save` from that of another form."""
+        """Load a file as `save` writes it; `convert` makes that content from another format."""
         try:
             model = tokenizers.Tokenizer.from_str(convert(path.read_text(encoding="utf-8")))
         except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -220,7 +222,7 @@ class BpeTokenizer(Tokenizer):
 
 
 def _padding(words: Sequence[str]) -> list[str]:
-    """Names for the ids that fill the vocabulary up to the next multiple; a name the text uses is skipped."""
+    """Return names for the ids that pad the vocabulary to the next multiple; names in the text are skipped."""
     missing = -(len(SPECIALS) + len(words)) % MULTIPLE
     taken = set(words)
     free = (name for number in count() if (name := f"madeupword{number:04d}") not in taken)
@@ -228,7 +230,7 @@ def _padding(words: Sequence[str]) -> list[str]:
 
 
 def _dictionary_entry(line: str, *, where: str) -> tuple[str, int]:
-    """Split from the right, as fairseq does: only the last field is the count."""
+    """Split a line from the right, as fairseq does: only the last field is the count."""
     word, _, number = line.rstrip().rpartition(" ")
     if not word or not (number.isascii() and number.isdigit()):
         raise UserError(f"{where}: holds {line[:60]!r}; expected `word count`")
@@ -236,7 +238,7 @@ def _dictionary_entry(line: str, *, where: str) -> tuple[str, int]:
 
 
 def _split_at_eos(ids: Iterable[int]) -> list[list[int]]:
-    """Lines of ids; a closing </s> leaves an empty last line, so that joining with newlines ends in one."""
+    """Return lines of ids; a final </s> gives an empty last line, so that the lines joined by newlines end in one."""
     lines: list[list[int]] = [[]]
     for is_end, group in groupby(map(int, ids), key=lambda i: i == EOS):
         if is_end:
@@ -251,7 +253,7 @@ def _tokens_by_id(model: tokenizers.Tokenizer) -> list[Any]:
 
 
 def _renumbered(model: tokenizers.Tokenizer, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """The same model with these tokens as ids 0, 1, ...; merges name tokens by string and stay as they are."""
+    """Return the model with these tokens as ids 0, 1, ...; merges refer to tokens by string and do not change."""
     content = json.loads(model.to_str())
     content["model"]["vocab"] = {token: index for index, token in enumerate(tokens)}
     return tokenizers.Tokenizer.from_str(json.dumps(content))

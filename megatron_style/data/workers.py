@@ -1,6 +1,6 @@
-"""One parallel map: results in the order of the items, and never more than a few items under way.
+"""A parallel map with results in the order of the items, and only a few items in flight.
 
-The same code serves one process, a pool of processes, and the ranks of an `mpirun`.
+The same code runs on one process, a pool of processes, and the ranks of an `mpirun`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 class WorkerPool(Protocol):
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """`function` of each item, in order. Items are drawn as workers come free: memory stays flat."""
+        """Yield `function(item)` for each item, in order. Items are taken as workers become free: memory stays flat."""
 
 
 def usable_cpus() -> int:
@@ -32,7 +32,7 @@ def usable_cpus() -> int:
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[WorkerPool]:
-    """A pool for the body. Under `mpirun` the ranks are the workers: rank 0 runs the body, the others leave inside."""
+    """Yield a pool. Under `mpirun` the ranks are the workers: rank 0 runs the body, the others serve it and exit."""
     if mpi_world_size() > 1:
         with _mpi_executor() as executor:
             yield _ExecutorPool(executor, in_flight=2 * mpi_world_size())
@@ -57,7 +57,7 @@ class _ExecutorPool:
         self._in_flight = in_flight
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        # After an error the few items in flight are finished: cancelling them hangs the executor of Python 3.11.2.
+        # After an error the items in flight are finished: cancelling them hangs the executor of Python 3.11.2.
         pending: deque[Future[Result]] = deque()
         for item in items:
             pending.append(self._executor.submit(function, item))
@@ -76,7 +76,7 @@ def _mpi_executor() -> Iterator[Executor]:
         if executor is not None:
             yield cast(Executor, executor)
             return
-    sys.exit(0)  # another rank: it has served until rank 0 was done
+    sys.exit(0)  # another rank, after rank 0 is done
 
 
 def _leave_interrupts_to_the_parent() -> None:

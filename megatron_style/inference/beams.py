@@ -1,4 +1,4 @@
-"""Beam search: of many texts followed at once, the one the model finds likeliest."""
+"""Beam search for the continuation with the largest mean log-probability per token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_style.model.shortformer import Shortformer
 class Hypothesis:
     tokens: tuple[int, ...] = ()
     log_prob: float = 0.0
-    row: int = 0  # of the walk, whose text it continues by its last token
+    row: int = 0  # of the walk: its text without the last token
 
     @property
     def score(self) -> float:
-        """Per token, or the shortest text would win."""
+        """Return the log-probability per token; by the sum the shortest text would win."""
         return self.log_prob / len(self.tokens)
 
 
@@ -37,36 +37,37 @@ def beam_search(
     eos: int,
     ended: Callable[[Sequence[int]], bool],
 ) -> Iterator[Hypothesis]:
-    """The best text so far, after each token; the last one is the result. It has the largest mean log-probability of
-    the texts found that are `ended` or have the full number of tokens."""
+    """Yield the best text so far after each token; the last one is the result. Of all texts found that are `ended` or
+    have all their tokens, it has the best score."""
     walk = open_walk(model, rows=beams, segment_length=segment_length, cache_length=cache_length)
     features_BD = walk.read([eos, *prompt])[None]
-    live, done = [Hypothesis()], list[Hypothesis]()
+    live = [Hypothesis()]
+    done: list[Hypothesis] = []
     for length in range(1, tokens + 1):
         if length > 1:
             features_BD = _advance(walk, live, beams, features_BD.device)
-        longer = _extend(
-            live, next_tokens(model.vocabulary, features_BD), 2 * beams
-        )  # twice as many, as some of them may end
+        following = next_tokens(model.vocabulary, features_BD)
+        longer = _extend(live, following, 2 * beams)  # twice as many, since some may end
         live = []
         for text in longer:
             (done if ended(text.tokens) else live).append(text)
-        live, done = live[:beams], sorted(done, key=lambda text: -text.score)[:1]
+        live = live[:beams]
+        done = sorted(done, key=lambda text: -text.score)[:1]
         yield max(done + live, key=lambda text: text.score)
-        # A longer text is never likelier, so this is the most that any can still get.
+        # A longer text is never likelier, so no live text can exceed this score.
         if not live or (done and done[0].score >= live[0].log_prob / tokens):
             return
 
 
 def _advance(walk: Walk, live: Sequence[Hypothesis], beams: int, device: torch.device) -> Tensor:
-    """The features behind each text [B, D]. Rows without one go along and are not looked at."""
+    """Return the features after each live text [B, D]. Spare rows repeat the first text and are ignored."""
     rows = [*live, *[live[0]] * (beams - len(live))]
     walk.select([text.row for text in rows])
     return walk.step(torch.tensor([text.tokens[-1] for text in rows], device=device))[: len(live)]
 
 
 def _extend(live: Sequence[Hypothesis], following: Sequence[NextToken], count: int) -> list[Hypothesis]:
-    """The likeliest texts that are one token longer; where equal, in the order of those they continue."""
+    """Return the likeliest texts that are one token longer; ties in the order of the live texts."""
     longer = []
     for row, token in enumerate(following):
         log_probs, ids = token.likeliest(count)

@@ -1,4 +1,4 @@
-"""The mean loss by position in the segment, as rows of a table and as a picture."""
+"""The mean loss by position in the segment, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ class Stretch(NamedTuple):
 
 
 def stretches(counts: NDArray[np.int64], losses: NDArray[np.float64]) -> Iterator[Stretch]:
-    """Yield positions 1, 2, 3-4, 5-8, ...: losses fall fastest at the start."""
-    first, last = 0, 1
+    """Yield stretches of positions 1, 2, 3-4, 5-8, ...: the loss falls fastest at the start."""
+    first = 0
+    last = 1
     while first < len(counts):
-        there = slice(first, min(last, len(counts)))
-        tokens = int(counts[there].sum())
+        stretch = slice(first, min(last, len(counts)))
+        tokens = int(counts[stretch].sum())
         if tokens:
-            yield Stretch(first + 1, there.stop, tokens, float(np.nansum(losses[there] * counts[there]) / tokens))
-        first, last = last, last * 2
+            loss = float(np.nansum(losses[stretch] * counts[stretch]) / tokens)
+            yield Stretch(first + 1, stretch.stop, tokens, loss)
+        first = last
+        last *= 2
 
 
 def draw_by_position(losses: NDArray[np.float64], means: Sequence[Stretch], protocol: Protocol, path: Path) -> None:
-    from matplotlib.figure import Figure  # half a second, and only here
+    from matplotlib.figure import Figure  # takes half a second
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -1,8 +1,8 @@
-"""Token by token, without projecting anything twice.
+"""Decoding token by token, without projecting anything twice.
 
-With positions infused, a key is W(x + p) + b = W x + (W p + b): a token's own part and a part of its place. Own parts
-and values are kept in buffers, and the parts of all places are computed once. So a new token costs one row through the
-model, and when a segment becomes the cache of the next, its keys are given their new places by an addition.
+With position-infused attention, a key is W(x + p) + b = W x + (W p + b): a token's own part and a part of its place.
+Own parts and values are kept in buffers, and the parts of all places are computed once. So a new token costs one row
+through the model, and when a segment becomes the cache of the next, its keys move to their new places by an addition.
 
 Shape letters: B rows, T new tokens, N = B x T, S places, D hidden, H local heads, E head size.
 """
@@ -27,31 +27,33 @@ from megatron_style.parallel.layers import RowParallelLinear
 
 @dataclass(frozen=True)
 class _Run:
-    """Where the new tokens of some rows go, and which places they see."""
+    """The places of the new tokens of some rows, and the places that they see."""
 
     rows: slice | Tensor
     places: slice | Tensor
-    seen: tuple[slice, slice]  # these rows, as far as the longest is filled
+    seen: tuple[slice, slice]  # these rows, up to the longest
     mask: Tensor | None
 
 
 class Decoder:
-    """Each row walks by itself, as in training: a segment grows to its length, then its last tokens become the cache
-    of the next. Rows that are filled alike cost no mask."""
+    """Rows of text that grow independently, as in training: a segment grows to its length, then its last tokens become
+    the cache of the next. Rows of equal length need no mask."""
 
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
-        assert ATTENTIONS[model.config.positions].can_decode, "places must enter queries and keys only"
-        self._model, self._segment_length, self._cache_length = model, segment_length, cache_length
+        assert ATTENTIONS[model.config.positions].can_decode, "positions must enter queries and keys only"
+        self._model = model
+        self._segment_length = segment_length
+        self._cache_length = cache_length
         self._device = model.positions.table.device
-        self._cached = [0] * rows  # places that belong to the segment before
+        self._cached = [0] * rows  # places of the previous segment
         self._filled = [0] * rows  # places in use
-        self._shared = 0  # the first places, known to hold the same in all rows
+        self._shared = 0  # the first places, which are known to be equal in all rows
         pos_SD = model.positions(segment_length + cache_length)
         self._layers = [_Layer(cast(Block, block), rows, pos_SD) for block in model.blocks]
 
     @torch.no_grad()
     def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Tensor:
-        """One row reads a text of any length. The features of its last token [D]."""
+        """Append a text of any length to one row. Return the features of its last token [D]."""
         ids_T = torch.as_tensor(ids, device=self._device)
         assert len(ids_T), "there is no last token"
         while len(ids_T):
@@ -62,13 +64,13 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, ids_B: Tensor) -> Tensor:
-        """One more token for every row. Their features [B, D]."""
+        """Append one token to every row. Return their features [B, D]."""
         for row in range(len(self._filled)):
             self._make_room(row)
         return self._features(ids_B[:, None], slice(0, len(self._filled)))[:, 0]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i continues what row `rows[i]` was. Only what the rows do not share is copied."""
+        """Replace each row i by row `rows[i]`. Only places that differ between rows are copied."""
         assert len(rows) == len(self._filled)
         moved = [row for row, source in enumerate(rows) if row != source]
         if not moved:
@@ -84,7 +86,7 @@ class Decoder:
             self._shared = self._filled[0]
 
     def _make_room(self, row: int) -> int:
-        """How many tokens the row's segment still takes; a full one becomes the cache of the next."""
+        """Return the free places of the row's segment. A full segment first becomes the cache of the next."""
         filled = self._filled[row]
         if filled - self._cached[row] == self._segment_length:
             kept = min(self._cache_length, filled)
@@ -95,7 +97,7 @@ class Decoder:
         return self._segment_length - (self._filled[row] - self._cached[row])
 
     def _features(self, ids_BT: Tensor, rows: slice) -> Tensor:
-        """[B, T, D]. Rows that are not filled alike take one token each."""
+        """Return the features of new tokens [B, T, D]. Rows of different lengths take one token each."""
         run = self._run(rows, ids_BT.shape[1])
         x_BTD = self._model.embed(ids_BT)
         for layer in self._layers:
@@ -117,18 +119,19 @@ class Decoder:
 
 
 class _Layer:
-    """A block with what it has seen. It projects queries, keys and values at once, from a copy of their weights: a
-    quarter of the block's."""
+    """A block and its cached keys and values. It projects queries, keys and values at once, from a copy of their
+    weights: a quarter of the block's."""
 
     @torch.no_grad()
     def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
-        self._block, attention = block, block.attention
+        self._block = block
+        attention = block.attention
         self._inward = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
         pos_SD = pos_SD.to(self._inward.dtype)
         places = [attention.query(pos_SD), attention.key(pos_SD), attention.value.bias.expand(len(pos_SD), -1)]
         self._places_S3HE = self._heads(torch.cat(places, -1))
         S, _, H, E = self._places_S3HE.shape
-        # In memory each head's places lie together: that is how attention reads them.
+        # Each head's places are contiguous in memory, because attention reads them by head.
         self.buffers = [pos_SD.new_zeros(rows, H, S, E).transpose(1, 2) for _ in range(3)]
         self._own_keys_BSHE, self._keys_BSHE, self._values_BSHE = self.buffers
 
@@ -154,10 +157,11 @@ class _Layer:
         return _row_parallel(mixed.transpose(1, 2).flatten(2), self._block.attention.out)
 
     def move_to_front(self, row: int, kept: slice) -> None:
-        """Once a segment, not once a token: the last tokens get the first places."""
+        """Move the last tokens to the first places: once per segment, not once per token."""
         own_keys, keys, values = (buffer[row] for buffer in self.buffers)
         first = slice(0, kept.stop - kept.start)
-        own_keys[first], values[first] = own_keys[kept].clone(), values[kept].clone()
+        own_keys[first] = own_keys[kept].clone()
+        values[first] = values[kept].clone()
         keys[first] = own_keys[first] + self._places_S3HE[first, 1]
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -169,8 +173,8 @@ def _row_parallel(x_BTD: Tensor, layer: RowParallelLinear) -> Tensor:
 
 
 def _product(x_BTD: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, half of the outputs at a time. On a CPU the product of a matrix and a vector reads the weights at a third
-    of the memory's speed, a batch of two at all of it; for many tokens the two are equally fast."""
+    """Return x W^T, computed in two halves of the outputs. On a CPU a matrix-vector product reads the weights at a
+    third of the memory bandwidth, a batch of two at all of it; for many tokens both are equally fast."""
     parts = 2 if len(weight) % 2 == 0 else 1
     x_DN = x_BTD.flatten(0, 1).T
     out = torch.bmm(weight.view(parts, -1, len(x_DN)), x_DN.expand(parts, -1, -1))

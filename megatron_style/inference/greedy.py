@@ -1,4 +1,4 @@
-"""A continuation on any grid, while a model is being trained: each token is a plain forward pass of all ranks."""
+"""Greedy decoding on any grid during training: each token is a plain forward pass of all ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from megatron_style.model.shortformer import Shortformer
 def continue_greedily(
     model: Shortformer, prompt: Sequence[int], count: int, *, segment_length: int, cache_length: int
 ) -> list[int]:
-    """The likeliest next token, `count` times. Nothing is drawn, so that no generator of the training is touched.
+    """Return the `count` likeliest next tokens, each after the previous one. No random number is used, so the training
+    does not change.
 
-    The decoder would be quicker, but it reads weights outside of `forward`, where ZeRO 3 does not have them together.
-    Its walk is followed: a segment grows to its length, then becomes the cache of the next."""
+    The decoder would be faster, but it reads weights outside of `forward`, where ZeRO 3 has not gathered them. Segments
+    are the same: each grows to its length, then becomes the cache of the next."""
     device = model.positions.table.device
-    opened, before = list[int](), model.empty_memory(1, cache_length)  # the open segment, and the cache it sees
-    new, written = list(prompt), list[int]()
+    opened: list[int] = []  # the open segment
+    before = model.empty_memory(1, cache_length)  # the cache that it sees
+    new = list(prompt)
+    written: list[int] = []
     while len(written) < count:
         cache = before
         for segment in torch.tensor([*opened, *new], device=device).split(segment_length):
             before = cache
             output = model(segment[None], segment[None, :0], before, likeliest=True)
             cache = output.memory
-        opened, new = segment.tolist(), output.likeliest.tolist()
+        opened = segment.tolist()
+        new = output.likeliest.tolist()
         written += new
     return written

@@ -1,4 +1,4 @@
-"""How a model that is being trained does on held-out text: its loss, by the place in the segment too, and a sample."""
+"""Evaluation on held-out text during training: the loss, also by position in the segment, and a sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class HeldOut:
-    loss: float  # nats a token
+    loss: float  # nats per token
     perplexity: float
     by_position: tuple[float, ...]
     prompt: str = ""
@@ -28,8 +28,8 @@ class HeldOut:
 
 
 def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage) -> HeldOut:
-    """By one protocol all through the run, that of its last stage, so that the stages can be compared. All ranks take
-    part, and nothing of the training changes."""
+    """Evaluate by the protocol of the run's last stage in every stage, so that stages can be compared. All ranks take
+    part, and the state of the training does not change."""
     mode: EvaluationMode = "cached" if last.cache_length else "nonoverlapping"
     protocol = Protocol(
         mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
@@ -55,7 +55,8 @@ def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Sta
 
 
 def _spelled(ids: Sequence[int], corpus: Corpus) -> str:
-    """A store without a dictionary has only numbers; a vocabulary that was set larger has ids without a word."""
+    """Return the text of the ids. Without a tokenizer these are numbers; ids beyond the tokenizer's become <unk>, since
+    data.vocab_size may be larger."""
     if corpus.tokenizer is None:
         return " ".join(map(str, ids))
     known = corpus.tokenizer.vocab_size

@@ -1,5 +1,6 @@
-"""Text from a model, token by token. The cache walks as in training: a segment grows to its length, then becomes the
-cache of the next, so that the context grows from one segment to two and drops back, however long the text is."""
+"""Sampling text from a model, token by token. The cache works as in training: a segment grows to its length, then
+becomes the cache of the next. So the context grows from one segment to two and drops back, however long the text is.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +18,20 @@ from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 
-CHARACTER = 4  # bytes of the longest one in UTF-8, and so the most tokens it can be spread over
-PART = "\ufffd"  # what a part of a character is decoded as
+CHARACTER = 4  # the most bytes of one in UTF-8, and so the most tokens that it can span
+PART = "\ufffd"  # a part of a character, decoded
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How the next token is chosen. Temperature 0 is greedy; the cuts are applied in this order."""
+    """The choice of the next token. Temperature 0 is greedy; temperature, top_k and top_p apply in this order."""
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
 
     def choose(self, following: NextToken, u: float) -> int:
-        """A function of the distribution and one number from 0 to 1: evenly spread numbers give tokens as they should
-        be spread."""
+        """Return the token for one number u in [0, 1]; if u is uniform, the token has the distribution asked for."""
         if self.temperature == 0:
             return int(following.likeliest(1)[1])
         if self.temperature == 1 and self.top_k is None and self.top_p is None:
@@ -40,11 +40,12 @@ class Sampler:
         if self.top_p is not None:
             probs, order = probs.sort(descending=True, stable=True)
             ahead = probs.cumsum(-1) - probs  # the mass before each token: the first is always kept
-            probs, ids = probs[ahead < self.top_p], ids[order]
+            probs = probs[ahead < self.top_p]
+            ids = ids[order]
         return int(ids[pick(probs, u)[0]])
 
     def _candidates(self, following: NextToken) -> tuple[Tensor, Tensor]:
-        """Probabilities and ids, before top_p cuts them."""
+        """Return probabilities and ids, before the cut by top_p."""
         if self.top_k is not None:
             log_probs, ids = following.likeliest(self.top_k)
         elif self.top_p is not None and self.temperature == 1:
@@ -52,28 +53,29 @@ class Sampler:
             return log_probs.double().exp(), ids
         else:
             log_probs, ids = following.everything()
-        # The best has score 0 at any temperature; without the difference, a tiny one would make all scores -inf.
+        # The maximum is subtracted first, or a tiny temperature would make all scores -inf.
         return ((log_probs.double() - log_probs.max()) / self.temperature).softmax(-1), ids
 
 
 class Walk(Protocol):
-    """Rows of text that a model reads on. `Decoder` is one; `Reencoder` is one for models it cannot serve."""
+    """Rows of text that a model reads token by token: a `Decoder`, or a `Reencoder` for models that it cannot serve."""
 
     def read(self, ids: Sequence[int], *, row: int = 0) -> Tensor:
-        """One row reads a text of any length. The features of its last token [D]."""
+        """Append a text of any length to one row. Return the features of its last token [D]."""
 
     def step(self, ids_B: Tensor) -> Tensor:
-        """One more token for every row. Their features [B, D]."""
+        """Append one token to every row. Return their features [B, D]."""
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i continues what row `rows[i]` was."""
+        """Replace each row i by row `rows[i]`."""
 
 
 class Reencoder:
-    """Positions that were added to a token cannot be taken back, so each token encodes its segment anew."""
+    """A walk for models with added positions, which cannot be subtracted again: each token re-encodes its segment."""
 
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
-        self._model, self._segment_length = model, segment_length
+        self._model = model
+        self._segment_length = segment_length
         empty: list[int] = []
         self._rows = [(empty, model.empty_memory(1, cache_length))] * rows  # replaced, never changed
 
@@ -110,10 +112,10 @@ def generate(
     seed: int,
     first: int = 0,
 ) -> Iterator[list[int]]:
-    """One token for each prompt at a time, endlessly; the caller stops, as in `islice(generate(...), 100)`.
+    """Yield one token for each prompt, endlessly; the caller stops, as in `islice(generate(...), 100)`.
 
-    A prompt is read as if a line had ended before it. Its text depends on the seed and on its number, which counts from
-    `first`, and not on the prompts beside it."""
+    A prompt is read as if a line had just ended. Its text depends on the seed and on its number, which counts from
+    `first`, but not on the other prompts."""
     walk = open_walk(model, rows=len(prompts), segment_length=segment_length, cache_length=cache_length)
     features_BD = torch.stack([walk.read([eos, *prompt], row=row) for row, prompt in enumerate(prompts)])
     generators = [generator_of(seed, first + row) for row in range(len(prompts))]
@@ -128,45 +130,51 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 def write_on(
     model: Shortformer, walk: Walk, features_BD: Tensor, sampler: Sampler, generators: Sequence[torch.Generator]
 ) -> Iterator[list[int]]:
-    """One token for each row at a time. It is read when the next is asked for: the walk has not seen the last one."""
+    """Yield one token for each row. It is read when the next is asked for: the walk has not seen the last one."""
     while True:
+        distributions = next_tokens(model.vocabulary, features_BD)
         tokens = [
             sampler.choose(following, float(torch.rand((), dtype=torch.float64, generator=generator)))
-            for following, generator in zip(next_tokens(model.vocabulary, features_BD), generators, strict=True)
+            for following, generator in zip(distributions, generators, strict=True)
         ]
         yield tokens
         features_BD = walk.step(torch.tensor(tokens, device=features_BD.device))
 
 
 class Continuation:
-    """A text as its tokens come in: what is certain of it, and whether it has ended."""
+    """A text that grows token by token: the part that can be shown, and whether it has ended."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, line_end: bool = False) -> None:
-        self._tokenizer, self._stops, self._line_end = tokenizer, stops, line_end
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._line_end = line_end
         self.tokens: list[int] = []
         self.ended = False
         self._shown: list[str] = []
-        self._held = ""  # spelled, but perhaps the beginning of a stop
+        self._held = ""  # decoded, but perhaps the beginning of a stop
 
     @property
     def text(self) -> str:
         return "".join(self._shown)
 
     def add(self, token: int) -> str:
-        """What can be shown now: no part of a character, and no part of a stop."""
+        """Add a token. Return the text that can be shown now: no part of a character, and no part of a stop."""
         self.tokens.append(token)
-        # How a token is spelled depends on the character before it, not on the whole text.
-        before, after = (self._decode(last) for last in (slice(-CHARACTER - 1, -1), slice(-CHARACTER - 1, None)))
+        # The text of a token depends on the character before it, not on the entire text.
+        before = self._decode(slice(-CHARACTER - 1, -1))
+        after = self._decode(slice(-CHARACTER - 1, None))
         self._held += after.removesuffix(PART)[len(before.removesuffix(PART)) :]
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            self._held, self.ended = self._held[: min(found)], True
+            self._held = self._held[: min(found)]
+            self.ended = True
         elif self._line_end and token == self._tokenizer.eos:
-            self._held, self.ended = self._held[:-1], True
+            self._held = self._held[:-1]
+            self.ended = True
         return self._show()
 
     def finish(self) -> str:
-        """What is left to show when nothing more will come."""
+        """End the text. Return the rest of it that has not been shown."""
         if not self.ended:
             self._held += PART if self._decode(slice(-CHARACTER, None)).endswith(PART) else ""
             self.ended = True
@@ -176,8 +184,13 @@ class Continuation:
         return self._tokenizer.decode(self.tokens[which])
 
     def _show(self) -> str:
-        begun = [n for stop in self._stops for n in range(1, len(stop)) if self._held.endswith(stop[:n])]
-        certain = len(self._held) - (0 if self.ended else max(begun, default=0))
+        begun = max((_begun(stop, self._held) for stop in self._stops), default=0)
+        certain = len(self._held) - (0 if self.ended else begun)
         self._shown.append(self._held[:certain])
         self._held = self._held[certain:]
         return self._shown[-1]
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return the number of characters of `stop` with which the text ends, if it may become a stop."""
+    return max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

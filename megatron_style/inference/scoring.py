@@ -1,7 +1,7 @@
-"""How well a model predicts a token stream, by a named protocol. Every token is scored once; sums are float64.
+"""Scoring of a token stream by a named protocol. Every token is scored once; sums are float64.
 
-The work is cut into units (batches of windows, lanes) by the protocol alone, and each unit is computed by one rank: any
-number of ranks computes the same numbers.
+The protocol alone cuts the work into units (batches of windows, lanes), and one rank computes each unit: the result
+does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megatron_style.parallel.topology import Axis
 
 Tokens = NDArray[np.integer]
 Progress = Callable[[int], object]
-_TOKENS_AT_ONCE = 4096  # of windows, where nobody says how many
+_TOKENS_AT_ONCE = 4096  # in windows, unless --batch-rows is given
 _Unit = TypeVar("_Unit")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is scored. A mode reads its own fields, and refuses the others when a user sets them."""
+    """The way in which a text is scored. A mode reads its own fields, and refuses the others if the user sets them."""
 
     mode: EvaluationMode
     segment_length: int
     cache_length: int = 0
     batch_rows: int = 1  # windows at once
-    stride: int | None = None  # tokens of a window that count; None: all of them
-    lanes: int = 1  # of a walk; one is exact, each further one begins with less than all text before it
+    stride: int | None = None  # tokens of a window that count; None: all
+    lanes: int = 1  # of a walk; one is exact, each further one starts with a limited context
 
     def contexts(self, tokens: int) -> tuple[int, int]:
         """Return the fewest and the most tokens that a prediction sees, after the first segment of a longer text."""
@@ -49,7 +49,7 @@ class Protocol:
         return MODES[self.mode].contexts(self, tokens)
 
     def places(self, tokens: int) -> NDArray[np.int64]:
-        """Return where in its segment (or window) each token of the stream is scored, from 0."""
+        """Return the position in its segment or window, from 0, at which each token of the stream is scored."""
         L = self.segment_length
         stride = self.stride or L
         index = np.arange(tokens)
@@ -58,7 +58,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of `evaluate`; None: the mode's default."""
+    """The flags of `evaluate`; None: the mode's default."""
 
     mode: EvaluationMode
     segment_length: int | None = None
@@ -70,7 +70,7 @@ class Request:
 
 
 def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, where: str) -> Protocol:
-    """Return the protocol for a text of so many tokens, or refuse a flag that the mode would ignore. `where` names the
+    """Return the protocol for a text of `tokens` tokens, or refuse a flag that the mode would ignore. `where` names the
     model in messages."""
     length = request.segment_length or config.segment_length
     for name in ("heads", "ffn_size"):
@@ -82,7 +82,7 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
 
 @dataclass(frozen=True)
 class Score:
-    nll: NDArray[np.float64]  # nats, one for each token of the stream, in its order
+    nll: NDArray[np.float64]  # in nats, for each token of the stream
 
     @property
     def loss(self) -> float:
@@ -93,13 +93,14 @@ class Score:
         return perplexity(self.loss)
 
     def by_place(self, protocol: Protocol) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return how many tokens were scored at each place of a segment, and their mean loss (nan where none was)."""
+        """Return the number of tokens scored at each position of the segment, and their mean loss (nan for none)."""
         places = protocol.places(len(self.nll))
-        counts, sums = np.bincount(places), np.bincount(places, self.nll)
+        counts = np.bincount(places)
+        sums = np.bincount(places, self.nll)
         return counts, np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
 
     def by_band(self, protocol: Protocol, bands: int = 16) -> list[float]:
-        """Return the mean loss over equal stretches of the segment, or over each place of a shorter one."""
+        """Return the mean loss over equal stretches of the segment, or at each position of a shorter one."""
         counts, losses = self.by_place(protocol)
         cut = np.array_split(np.arange(len(counts)), min(bands, len(counts)))
         return [float(np.average(losses[places], weights=counts[places])) for places in cut]
@@ -114,17 +115,17 @@ class _Text(NamedTuple):
     targets: Tensor
 
 
-_Scored = Iterator[tuple[int, Tensor]]  # the place of the first target in the stream, and losses from there
+_Scored = Iterator[tuple[int, Tensor]]  # the index of the first target in the stream, and the losses from there on
 
 
 class Mode(ABC):
-    """How a text is cut, and what each prediction sees. A new mode is a class and a row of `MODES`."""
+    """How a text is cut, and the context of each prediction. A new mode is a class and a row of `MODES`."""
 
     @abstractmethod
     def protocol(
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
-        """Return the protocol that is asked for, or refuse what this mode cannot do."""
+        """Return the protocol of the request, or refuse what this mode cannot do."""
 
     @abstractmethod
     def contexts(self, protocol: Protocol, tokens: int) -> tuple[int, int]:
@@ -136,7 +137,7 @@ class Mode(ABC):
 
 
 class Nonoverlapping(Mode):
-    """Segments that know nothing of each other, many at once."""
+    """Independent segments, many at once."""
 
     def protocol(
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
@@ -178,8 +179,8 @@ class Sliding(Nonoverlapping):
 
 
 class Cached(Mode):
-    """One walk through the text, each segment attending to the one before. A walk can be cut into lanes, each warmed
-    by the text before it."""
+    """One walk through the text, in which each segment attends to the previous one. A walk can be cut into lanes, each
+    warmed by the text before it."""
 
     def protocol(
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
@@ -216,7 +217,7 @@ class Cached(Mode):
 
 
 class TokenByToken(Cached):
-    """The walk of `cached` as when text is generated; it gives the same losses."""
+    """The walk of `cached` with the decoder that generates text; it gives the same losses."""
 
     def protocol(
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
@@ -257,11 +258,11 @@ def score(
     axis: Axis = Axis(),  # noqa: B008  frozen
     progress: Progress = lambda _: None,
 ) -> Score:
-    """Score a text. Memories are local variables: scoring between two training steps changes nothing of the training.
+    """Score a text. Memories are local variables: scoring between two training steps does not change the training.
 
-    The units are spread over `axis`; each of its ranks gets the complete score."""
+    The units are divided among the ranks of `axis`; each rank gets the complete score."""
     stream = torch.from_numpy(np.concatenate([[eos], tokens]).astype(np.int64)).to(model.positions.table.device)
-    text = _Text(stream[:-1], stream[1:])  # the text begins as if a line had just ended
+    text = _Text(stream[:-1], stream[1:])  # the text starts as if a line had just ended
     nll = torch.zeros(len(tokens), dtype=torch.float64, device=stream.device)
     times = torch.zeros(len(tokens), dtype=torch.int8, device=stream.device)
     for first, part in MODES[protocol.mode].score(model, text, protocol, axis):
@@ -274,7 +275,7 @@ def score(
 
 class _Window(NamedTuple):
     begin: int
-    counted: int  # from here to the end its tokens count
+    counted: int  # the first token that counts
     end: int
 
     @property
@@ -283,7 +284,7 @@ class _Window(NamedTuple):
 
 
 def _batches(total: int, protocol: Protocol) -> Iterator[list[_Window]]:
-    """Yield windows of one shape, as many as are computed at once."""
+    """Yield batches of windows of one shape."""
     windows = _cut_windows(total, protocol.segment_length, protocol.stride or protocol.segment_length)
     for _, alike in groupby(windows, key=lambda window: window.shape):
         same = list(alike)
@@ -306,7 +307,7 @@ def _cut_windows(total: int, L: int, stride: int) -> Iterator[_Window]:
 
 
 def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
-    """Return contiguous lanes of full segments, as equal as can be."""
+    """Return contiguous lanes of full segments, as equal as possible."""
     L = protocol.segment_length
     segments = -(-total // L)
     edges = [segments * lane // protocol.lanes * L for lane in range(protocol.lanes)] + [total]
@@ -314,7 +315,7 @@ def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
 
 
 def _warm_from(lane: range, protocol: Protocol) -> int:
-    """Return where a lane has to begin to read, so that its memory is full at its first token."""
+    """Return the token at which a lane must start to read, so that its memory is full at its first token."""
     before = -(-protocol.cache_length // protocol.segment_length)
     return max(0, lane.start - before * protocol.segment_length)
 

@@ -1,4 +1,4 @@
-"""Write text with a model, for prompts or line by line with what is typed; Ctrl-C ends a text, not the program."""
+"""Write text with a model, for prompts or for typed lines; Ctrl-C ends a text, not the program."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class WritingOptions:
     stop_at_line_end: bool
     seed: int
     batch_rows: int  # prompts that are continued at once
-    shows_growth: bool  # a single text is shown while it grows
+    shows_growth: bool  # show a single text while it grows
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes text with one model, until there is enough of it, it has ended, or Ctrl-C asks."""
+    """Writes texts with one model; each ends by its length, at a stop, or with Ctrl-C."""
 
     options: WritingOptions
     config: ModelFolderConfig
@@ -55,7 +55,7 @@ class Writer:
         return self._search(prompts, asked) if self.options.beams else self._sample(prompts, asked)
 
     def _sample(self, prompts: Sequence[str], asked: Event) -> list[Continuation]:
-        """Sample batch after batch; the text of a prompt does not depend on its batch."""
+        """Sample in batches; the text of a prompt does not depend on its batch."""
         texts: list[Continuation] = []
         for first in range(0, len(prompts), self.options.batch_rows):
             batch = prompts[first : first + self.options.batch_rows]
@@ -75,7 +75,7 @@ class Writer:
         return texts
 
     def _search(self, prompts: Sequence[str], asked: Event) -> list[Continuation]:
-        """Search prompt after prompt: its beams are the batch."""
+        """Search for one prompt at a time: its beams are the batch."""
         texts: list[Continuation] = []
         for prompt in prompts:
             progress = beam_search(
@@ -98,13 +98,15 @@ class Writer:
         return texts
 
     def converse(self) -> None:
-        """Take each typed line as a new line of one text, and continue it; an empty line only continues."""
+        """Append each typed line to one text, and continue it; an empty line only continues."""
         eos = self.config.eos
         generator = generator_of(self.options.seed, 0)
-        walk, unread = self._open_walk(), [eos]
+        walk = self._open_walk()
+        unread = [eos]
         for line in typed_lines():
             if line.strip() == "/reset":
-                walk, unread = self._open_walk(), [eos]
+                walk = self._open_walk()
+                unread = [eos]
                 continue
             try:
                 note_unknown_words([line], self.tokenizer)
@@ -135,24 +137,25 @@ class Writer:
         return any(stop in text for stop in self.options.stop)
 
     def _follow(self, stream: Iterable[list[int]], rows: int, asked: Event, *, alone: bool) -> list[Continuation]:
-        """Take tokens until there are enough, all have ended, or Ctrl-C asks. A text alone is shown as it grows."""
-        tell = say if alone and self.options.shows_growth else lambda _: None
+        """Collect tokens until there are enough, all texts have ended, or Ctrl-C was pressed. A single text is shown as
+        it grows."""
+        display = say if alone and self.options.shows_growth else lambda _: None
         texts = [
             Continuation(self.tokenizer, self.options.stop, line_end=self.options.stop_at_line_end) for _ in range(rows)
         ]
         for tokens in islice(stream, self.options.tokens):
             for text, token in zip(texts, tokens, strict=True):
                 if not text.ended:
-                    tell(text.add(token))
+                    display(text.add(token))
             if asked.is_set() or all(text.ended for text in texts):
                 break
         for text in texts:
-            tell(text.finish())
+            display(text.finish())
         return texts
 
 
 def check_text(text: str, where: str) -> None:
-    """Python lets bytes that are no text through, in disguise, when they come from a shell or a pipe."""
+    """Refuse undecodable bytes, which Python passes on as surrogates from a shell or a pipe."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -160,7 +163,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def note_unknown_words(prompts: Iterable[str], tokenizer: Tokenizer) -> None:
-    """A prompt that the model can read nothing of is refused; some strange words are only told."""
+    """Refuse a prompt of which the model knows no word; other unknown words are only logged."""
     unknown: dict[str, None] = {}  # a set that keeps the order
     for prompt in prompts if tokenizer.kind == "words" else ():
         words = dict.fromkeys(prompt.split())
@@ -177,8 +180,8 @@ def note_unknown_words(prompts: Iterable[str], tokenizer: Tokenizer) -> None:
 
 @contextmanager
 def ctrl_c() -> Iterator[Event]:
-    """Ctrl-C is noted, to be looked at between two tokens: in the middle of one, a walk would be left half done.
-    Pressed again, it interrupts at once."""
+    """Yield an event that Ctrl-C sets, to be checked between two tokens: within one, an interrupt would leave a walk
+    half done. A second Ctrl-C interrupts at once."""
     asked = Event()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -194,11 +197,11 @@ def ctrl_c() -> Iterator[Event]:
 
 
 def typed_lines() -> Iterator[str]:
-    """Until Ctrl-D. At a terminal, Ctrl-C begins the line anew."""
+    """Yield typed lines until Ctrl-D. On a terminal, Ctrl-C starts the line again."""
     terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  lets input() edit the line and remember those before
+            import readline  # noqa: F401  gives input() line editing and a history
     while True:
         try:
             line = input("> " if terminal else "")

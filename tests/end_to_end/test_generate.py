@@ -288,7 +288,7 @@ BAD_FLAGS = {
     "an empty stop": (["--stop", ""], "--stop is empty; give it the text to end before"),
     "beams and a temperature": (
         ["--beams", "3", "--temperature", "0"],
-        "--beams 3 searches and draws nothing; leave out --temperature",
+        "--beams 3 does not sample; leave out --temperature",
     ),
     "beams and candidates": (["--beams", "3", "--top-k", "5"], "leave out --top-k"),
     "beams and mass": (["--beams", "3", "--top-p", "0.5"], "leave out --top-p"),

@@ -63,7 +63,7 @@ def test_the_papers_run_in_words() -> None:
     for words in ("246,933,504", "286,000", "ZeRO 3", "largest micro_rows", "saved by stages", "FLOPs per token"):
         assert words in done.out
     assert done.err.count("\n") == 1
-    assert "not there yet" in done.err
+    assert "does not exist yet" in done.err
 
 
 def test_stages_save_time_and_one_stage_saves_none() -> None:
@@ -168,7 +168,7 @@ def test_a_plan_takes_neither_torch_nor_deepspeed() -> None:
         (["--gpu", "abacus"], ["--gpu abacus", "v100-32gb"]),
         (["--gpu-memory", "much"], ["--gpu-memory much", "32GB"]),
         (["--gpu-memory", "0GB"], ["--gpu-memory 0GB"]),
-        (["--gpus", "0"], ["--gpus 0", "numbers from 1 on"]),
+        (["--gpus", "0"], ["--gpus 0", "numbers of at least 1"]),
         (["--gpus", "8,,64"], ["--gpus 8,,64"]),
         (["--gpus", "-8"], ["--gpus"]),
         (["--efficiency", "40"], ["--efficiency 40", "such as 0.4"]),
