@@ -63,7 +63,7 @@ def _duration(text: str) -> float:
     try:
         return seconds_of(text)
     except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration; write 90s, 30m or 2h") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; use for example 90s, 30m or 2h") from None
 
 
 if __name__ == "__main__":
