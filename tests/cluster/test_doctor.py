@@ -1,4 +1,4 @@
-"""`doctor` on two hosts: nothing to say when all is well, and the name of the fault when something is broken."""
+"""`doctor` on two hosts: no complaint when all is well, and the name of the fault when something is broken."""
 
 from __future__ import annotations
 

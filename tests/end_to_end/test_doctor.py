@@ -1,4 +1,4 @@
-"""`doctor` on this machine alone, and how it judges what hosts may tell. tests/cluster asks real hosts."""
+"""`doctor` on this machine alone, and how it judges the answers of hosts. tests/cluster asks real hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other hosts get to know lies there in files for the ranks alone, as long as the launch lasts."""
+"""Variables on other hosts are in files that only the ranks can read, and only during the launch."""
 
 from __future__ import annotations
 

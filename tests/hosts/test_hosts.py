@@ -1,4 +1,4 @@
-"""Hostfiles as people write them, right and wrong; asking hosts without any."""
+"""Hostfiles, right and wrong, and questions to hosts, without real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run records: every figure once, in `metrics.jsonl` and, as a function of it, in TensorBoard."""
+"""A run records every figure once, in `metrics.jsonl` and, made from it, in TensorBoard."""
 
 from __future__ import annotations
 

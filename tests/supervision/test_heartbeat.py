@@ -1,4 +1,4 @@
-"""A rank that stops is noticed, one that is slow is not; and every rank keeps a log."""
+"""A rank that stops is noticed, a slow one is waited for, and every rank keeps a log."""
 
 from __future__ import annotations
 
