@@ -1,5 +1,5 @@
-"""Shared set-up: one thread a process, so that several ranks do not fight for the cores; and no time limit for an
-example, because a busy machine would not meet it."""
+"""Shared set-up: one thread per process, so that ranks do not compete for cores, and no time limit per example, because
+a busy machine would exceed it."""
 
 import os
 from pathlib import Path

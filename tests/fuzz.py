@@ -1,4 +1,4 @@
-"""Damage every kind of file that a stranger may write, for as long as you like: each is read, or refused in one line.
+"""Damage every kind of untrusted file, for as long as you like: each is read, or refused in one line.
 
 python -m tests.fuzz --seconds 600 token_store manifest     # or all targets
 python -m tests.fuzz --seconds 0 --first 1234 manifest      # one seed again

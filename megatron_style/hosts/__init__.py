@@ -1,6 +1,6 @@
-"""Launchers, other hosts, and what they answer.
+"""Detect the launcher, and ask other hosts over ssh.
 
-launcher: who started this process, and on what it computes. hosts: the hostfile, and questions over ssh. probe: what a
-host answers. diagnosis: whether a launch there would fail. forwarded_environment: the variables that ssh does not carry
-over. Read launcher first.
+launcher: what started this process, and its device. hosts: the hostfile, and questions over ssh. probe: the answers of
+a host. diagnosis: whether a launch there would fail. forwarded_environment: the variables that ssh does not forward.
+carrier, holder: how secrets among them reach other hosts. Read launcher first.
 """

@@ -1,6 +1,6 @@
-"""The environment of a launcher, so that ranks on other hosts get their variables, and nobody else sees the user's own.
+"""Make the environment of a launcher, so that ranks on other hosts get their variables and no other user sees them.
 
-DeepSpeed writes what DS_ENV_FILE holds into command lines, which every user of a host can read. So the file says
+DeepSpeed writes the contents of DS_ENV_FILE into command lines, which every user of a host can read. So the file says
 `NAME=$(cat PATH)`, and the values are sent over ssh, through standard input, to a holder on each host.
 """
 
@@ -30,7 +30,7 @@ _THIS_HOST = "%n"  # pdsh puts the host's number in its list there, as in DeepSp
 @contextmanager
 def launch_environment(hosts: Sequence[Host], launch: str) -> Iterator[dict[str, str]]:
     """Yield the environment of a launcher that starts ranks on these hosts over ssh, or here if there are none. All its
-    processes have the name of the launch in it."""
+    processes have the key of the launch in it."""
     own = own_variables()
     named = {LAUNCH: launch}
     with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file, _held(hosts, own) as folder:
@@ -43,7 +43,7 @@ def launch_environment(hosts: Sequence[Host], launch: str) -> Iterator[dict[str,
 @contextmanager
 def _held(hosts: Sequence[Host], variables: Mapping[str, str]) -> Iterator[str]:
     """Yield the folder in which every host finds the variables, as long as the context lasts."""
-    folder = f"/tmp/megatron_style-{uuid.uuid4().hex}-"  # made with mode 0700, under a name nobody can guess
+    folder = f"/tmp/megatron_style-{uuid.uuid4().hex}-"  # made with mode 0700, and its name cannot be guessed
     numbers = {host: number for number, host in enumerate(hosts)}
     holders: Mapping[Host, subprocess.Popen[str]] = {}
     silent: Mapping[Host, Unanswered] = {}
@@ -62,26 +62,26 @@ def _start_holder(host: Host, folder: str, variables: Mapping[str, str]) -> subp
     command = [sys.executable, "-m", "megatron_style.hosts.holder", folder]
     words = host.words(f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(command)}")
     pipe = subprocess.PIPE
-    # In a session of its own, Ctrl-C does not end it before the launch.
+    # In its own session, so that Ctrl-C does not end it before the launch.
     holder = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
     assert holder.stdin
     assert holder.stdout
-    limit = threading.Timer(_SECONDS, holder.kill)
-    limit.start()
+    timeout = threading.Timer(_SECONDS, holder.kill)
+    timeout.start()
     with suppress(BrokenPipeError):  # it has ended, and says why on standard error
         holder.stdin.write(json.dumps(variables) + "\n")
         holder.stdin.flush()
     holds = any(line.strip() == HELD for line in holder.stdout)
-    limit.cancel()
+    timeout.cancel()
     if not holds:
         holder.kill()
-        told = holder.communicate()[1].strip() or f"no answer within {_SECONDS:.0f} s"
-        raise Unanswered(told.splitlines()[-1])
+        error = holder.communicate()[1].strip() or f"no answer within {_SECONDS:.0f} s"
+        raise Unanswered(error.splitlines()[-1])
     return holder
 
 
 def _end(holder: subprocess.Popen[str]) -> None:
-    """Close its standard input, at which it removes its files."""
+    """Close the standard input of a holder, which removes its files then."""
     try:
         holder.communicate(timeout=_END_SECONDS)
     except subprocess.TimeoutExpired:  # the host is gone

@@ -1,4 +1,4 @@
-"""Judge hosts before a launch: whether they answer, agree with each other, and have room for a run."""
+"""Check hosts before a launch: whether they answer, agree with each other, and have room for a run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_style.hosts.launcher import DEFAULT_PORT
 
 Facts = Mapping[Host, Mapping[str, Any]]
 _GIB = 2**30
-_MOST_SKEW = 2.0  # seconds: beyond, times in logs and of files mislead
+_MOST_SKEW = 2.0  # seconds; with more, the times of logs and files mislead
 _PORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run asks of each of its hosts; by default, of a run that nobody knows."""
+    """The demands of a run on each of its hosts; the defaults are those of an unknown run."""
 
-    folder: Path = Path()  # it writes there
-    files: tuple[Path, ...] = ()  # it reads them
+    folder: Path = Path()  # where it writes
+    files: tuple[Path, ...] = ()  # that it reads
     checkpoint_bytes: int | None = None  # None: unknown
     checkpoints: int = 1  # on disk at the same time
 
@@ -34,11 +34,11 @@ class Demands:
 @dataclass(frozen=True)
 class Diagnosis:
     findings: tuple[Finding, ...]
-    processes: int | None  # that a launch would start; None: a host that does not answer decides
+    processes: int | None  # that a launch would start; None: unknown, because a host does not answer
 
 
 def diagnose(hosts: Sequence[Host], demands: Demands) -> Diagnosis:
-    """Ask all hosts, first what every launch needs, then what this run needs; one that fails is not asked again."""
+    """Ask all hosts, first what every launch needs, then what this run needs. A host that fails is not asked again."""
     offsets, unreachable = ask_all(hosts, Host.clock_offset)
     files = [str(path) for path in demands.files]
     facts, silent = ask_all(list(offsets), lambda host: host.ask("facts", folder=str(demands.folder), files=files))
@@ -84,25 +84,25 @@ def judge_clocks(offsets: Mapping[Host, float]) -> Iterator[Finding]:
     apart = max(offsets.values(), default=0) - min(offsets.values(), default=0)
     if apart > _MOST_SKEW:
         ahead, behind = (pick(offsets, key=lambda host: offsets[host]).name for pick in (max, min))
-        yield Finding("WARN", "clocks", f"{ahead} is {apart:.1f} s ahead of {behind}; set them by NTP")
+        yield Finding("WARN", "clocks", f"{ahead} is {apart:.1f} s ahead of {behind}; synchronize them with NTP")
     elif len(offsets) > 1:
         yield Finding("ok", "clocks", f"within {apart:.1f} s")
 
 
 def judge_versions(facts: Facts) -> Iterator[Finding]:
-    """Compare with the first host, whose ranks save the checkpoints and write the record."""
+    """Compare with the first host, whose first rank writes the records of the run."""
     if not facts:
         return
     first, *others = facts
-    measure = facts[first]["same"]
+    expected = facts[first]["same"]
     differing = 0
     for host in others:
         for name, value in facts[host]["same"].items():
-            if value != measure[name]:
+            if value != expected[name]:
                 differing += 1
-                yield Finding("FAIL", host.name, f"{name} is {value}, on {first.name} it is {measure[name]}")
+                yield Finding("FAIL", host.name, f"{name} is {value}, on {first.name} it is {expected[name]}")
     if not differing:
-        yield Finding("ok", "versions", ", ".join(f"{name} {value}" for name, value in measure.items()))
+        yield Finding("ok", "versions", ", ".join(f"{name} {value}" for name, value in expected.items()))
 
 
 def judge_host(host: Host, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -110,27 +110,27 @@ def judge_host(host: Host, facts: Mapping[str, Any]) -> Iterator[Finding]:
     count = facts["devices"]["count"]
     slots = slots_of(host, facts)
     if slots > count:
-        level: Level = "WARN" if kind == "core" else "FAIL"  # cores can be shared, if slowly
+        level: Level = "WARN" if kind == "core" else "FAIL"  # cores can be shared, but slowly
         yield Finding(level, host.name, f"{slots} slots, but {count} {kind}(s)")
     elif slots < count and kind != "core":
         yield Finding("WARN", host.name, f"{slots} slots leave {count - slots} of {count} {kind}(s) idle")
     else:
         yield Finding("ok", host.name, f"{slots} slot(s) on {count} {kind}(s)")
     level = "WARN" if facts["memory"] < slots * _GIB else "ok"
-    yield Finding(level, host.name, f"{size(facts['memory'])} of memory are free, for {slots} process(es)")
+    yield Finding(level, host.name, f"{size(facts['memory'])} of memory free for {slots} process(es)")
     if facts["missing"]:
         yield Finding("FAIL", host.name, f"cannot read {', '.join(facts['missing'])}; prepare it, or share its folder")
 
 
 def slots_of(host: Host, facts: Mapping[str, Any]) -> int:
-    """Return how many processes a launch starts there: without a hostfile one per device, and a CPU is one device."""
+    """Return the number of processes a launch starts there: without a hostfile one per accelerator, or one on CPUs."""
     devices = facts["devices"]
     return int(host.slots or (1 if devices["kind"] == "core" else devices["count"]))
 
 
 def judge_disk(host: Host, free: int, checkpoint: int | None, *, kept: int) -> Finding:
-    """Compare with `kept` checkpoints, the next one included: it is written before the oldest is removed."""
-    space = f"{size(free)} of disk are free"
+    """Compare the free space with `kept` checkpoints, including the next one: the oldest is removed after it."""
+    space = f"{size(free)} of disk space free"
     if checkpoint is None:
         return Finding("WARN" if free < _GIB else "ok", host.name, space)
     if free < checkpoint:
@@ -140,7 +140,7 @@ def judge_disk(host: Host, free: int, checkpoint: int | None, *, kept: int) -> F
 
 
 def judge_folder(hosts: Sequence[Host], folder: Path) -> Iterator[Finding]:
-    """Leave a file on the first host, which the others must find."""
+    """Leave a file on the first host, and check that the others find it."""
     first, *others = hosts
     left = first.ask("leave", folder=str(folder), name=f".doctor-{uuid.uuid4().hex[:8]}")
     if "error" in left:
@@ -150,20 +150,20 @@ def judge_folder(hosts: Sequence[Host], folder: Path) -> Iterator[Finding]:
         answers, _ = ask_all(others, lambda host: host.ask("look", path=left["path"]))
     finally:
         first.ask("remove", path=left["path"])
-    blind = [host.name for host in others if not answers.get(host, {}).get("found")]
-    if not blind:
+    without = [host.name for host in others if not answers.get(host, {}).get("found")]
+    if not without:
         yield Finding("ok", "output", f"{folder} is shared by all hosts")
         return
     yield Finding(
         "FAIL",
         "output",
-        f"{folder} is not shared: {', '.join(blind)} would keep its part of every checkpoint to itself, and the run "
-        f"could not go on from any; put it (output.path) on a file system that all hosts mount",
+        f"{folder} is not shared: checkpoints would lack the part of {', '.join(without)}, and the run could not "
+        f"resume; put output.path on a file system that all hosts mount",
     )
 
 
 def judge_network(hosts: Sequence[Host], address: str) -> Iterator[Finding]:
-    """Try the port of the first host from each host, and then the collective that training waits for."""
+    """Try the port of the first host from each host, and then the collective that training uses."""
     port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
     first, *others = hosts
 
@@ -177,12 +177,14 @@ def judge_network(hosts: Sequence[Host], address: str) -> Iterator[Finding]:
     if reason:
         yield Finding("FAIL", first.name, f"port {port} cannot be used: {reason}; set MASTER_PORT to a free one")
         return
-    deaf = [host for host in others if not answers.get(host, {}).get("reached")]
-    for host in deaf:
+    failed = [host for host in others if not answers.get(host, {}).get("reached")]
+    for host in failed:
         reason = silent[host] if host in silent else answers[host]["reason"]
-        yield Finding("FAIL", host.name, f"cannot reach {first.name} at {address}:{port}: {reason}; a firewall?")
-    if not deaf:
-        yield Finding("ok", "rendezvous", f"port {port} of {first.name} ({address}) is free, and reached by all hosts")
+        yield Finding("FAIL", host.name, f"cannot reach {first.name} at {address}:{port}: {reason}; check the firewall")
+    if not failed:
+        yield Finding(
+            "ok", "rendezvous", f"port {port} of {first.name} ({address}) is free and reachable from all hosts"
+        )
         if others:
             yield judge_reduction(hosts, address, port)
 
@@ -197,10 +199,10 @@ def judge_reduction(hosts: Sequence[Host], address: str, port: int) -> Finding:
     if silent:
         host, error = next(iter(silent.items()))
         hint = "name the network interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-        return Finding("FAIL", "all-reduce", f"hosts do not find each other ({host.name}: {error}); {hint}")
+        return Finding("FAIL", "all-reduce", f"hosts cannot connect to each other ({host.name}: {error}); {hint}")
     backend = next(iter(answers.values()))["backend"]
     if not all(answer["right"] for answer in answers.values()):
         return Finding("FAIL", "all-reduce", f"{backend} computed a wrong sum")
     slowest = max(answer["seconds"] for answer in answers.values())
     speed = 2 * (world - 1) / world * 2**20 / slowest / 1e6
-    return Finding("ok", "all-reduce", f"1 MB over {backend}: {slowest * 1e3:.2f} ms, {speed:,.0f} MB/s a host")
+    return Finding("ok", "all-reduce", f"1 MB over {backend}: {slowest * 1e3:.2f} ms, {speed:,.0f} MB/s per host")

@@ -1,4 +1,4 @@
-"""The variables that the ranks on other hosts need and that ssh does not carry over.
+"""The variables that the ranks on other hosts need and that ssh does not forward.
 
 python -m megatron_style.hosts.forwarded_environment    (for the scripts in launch/: lines of NAME=value)
 """
@@ -23,23 +23,23 @@ _NAMES = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
 )
-_MLFLOW = "MLFLOW"  # DeepSpeed's launcher carries every variable that begins like this, also passwords
+_MLFLOW = "MLFLOW"  # DeepSpeed's launcher forwards every variable that begins like this, even passwords
 _OWN_FILE = Path(".deepspeed_env")  # the user's, where DeepSpeed looks for it
 _LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)\s*")
 
 
 def carried_variables() -> dict[str, str]:
-    """Return all of them. The user's own file has the last word."""
+    """Return all of them. The user's own file takes precedence."""
     return open_variables() | own_variables()
 
 
 def open_variables() -> dict[str, str]:
-    """Return what a launcher needs itself; none of it is a secret."""
+    """Return the variables that a launcher itself needs; none of them is a secret."""
     return {name: os.environ[name] for name in _NAMES if os.environ.get(name)}
 
 
 def own_variables() -> dict[str, str]:
-    """Return what the user adds. It may be a secret: it belongs neither into a command line nor into a log."""
+    """Return the variables that the user adds. They may be secrets, which belong in no command line and no log."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_MLFLOW)}
     lines = _OWN_FILE.read_text(encoding="utf-8").splitlines() if _OWN_FILE.is_file() else []
     for number, line in enumerate(lines, start=1):
@@ -47,7 +47,7 @@ def own_variables() -> dict[str, str]:
             continue
         match = _LINE.fullmatch(line.strip())
         if match is None:
-            raise UserError(f"{_OWN_FILE}, line {number}: is no variable; expected NAME=value")
+            raise UserError(f"{_OWN_FILE}, line {number}: not a variable; expected NAME=value")
         variables[match["name"]] = match["value"]
     return variables
 

@@ -1,4 +1,4 @@
-"""Hold variables on a host for the ranks that are started there: a file for each, until standard input is closed.
+"""Hold variables on a host for the ranks that start there: one file each, until standard input is closed.
 
 python -m megatron_style.hosts.holder FOLDER <<<'{"NAME": "value"}'
 
@@ -19,7 +19,7 @@ HELD = "held"
 
 
 def hold(folder: Path, variables: Mapping[str, str]) -> None:
-    folder.mkdir(mode=0o700)  # an error if it exists: somebody else would decide what the ranks read
+    folder.mkdir(mode=0o700)  # an error if it exists: another user would decide what the ranks read
     try:
         for name, value in variables.items():
             file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)

@@ -1,4 +1,4 @@
-"""The hosts of a launch, and how to ask them something: over ssh, all at once, never for longer than a while."""
+"""The hosts of a launch, and how to ask them: over ssh, in parallel, always with a timeout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.hosts.forwarded_environment import carried_variables
 
-_NAME = r"[A-Za-z0-9_\[][A-Za-z0-9_.:@%\]-]*"  # nothing that ssh or a shell would take for something else
+_NAME = r"[A-Za-z0-9_\[][A-Za-z0-9_.:@%\]-]*"  # nothing that ssh or a shell would interpret
 _LINE = re.compile(rf"(?P<name>{_NAME})\s+slots=(?P<slots>[1-9][0-9]{{0,5}})")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--")
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class Unanswered(RunFailed):
-    """A host gave no answer; the message is its last word."""
+    """A host did not answer; the message is the last line it printed."""
 
 
 @dataclass(frozen=True)
@@ -35,38 +35,38 @@ class Host:
     over_ssh: bool = True
 
     def ask(self, question: str, *, limit: float = 60, **details: object) -> dict[str, Any]:
-        """What `hosts/probe.py` answers there. The other side has a time limit too: nothing is left behind."""
+        """Return the answer of `hosts/probe.py` there. The other side has a timeout too, so that no process is left."""
         probe = [sys.executable, "-m", "megatron_style.hosts.probe", question, json.dumps(details)]
         words = ["timeout", "-k", "2", str(limit), *probe]
         command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
-        said = self.run(command, limit + 10, told=json.dumps(carried_variables()))
+        output = self.run(command, limit + 10, stdin=json.dumps(carried_variables()))
         try:
-            answer: dict[str, Any] = json.loads(said.splitlines()[-1])
+            answer: dict[str, Any] = json.loads(output.splitlines()[-1])
         except (IndexError, ValueError):
-            raise Unanswered(f"an answer that is no JSON: {said[-200:]!r}") from None
+            raise Unanswered(f"the answer is not JSON: {output[-200:]!r}") from None
         return answer
 
     def clock_offset(self) -> float:
-        """Seconds its clock is ahead of this machine's, to within half of the time that asking takes."""
+        """Return how many seconds its clock is ahead of this machine's, to within half of the round trip."""
         begin = time.time()
-        told = self.run("date +%s.%N", 15)
-        return float(told) - (begin + time.time()) / 2
+        remote = float(self.run("date +%s.%N", 15))
+        return remote - (begin + time.time()) / 2
 
     def words(self, command: str) -> list[str]:
-        """Return what runs the command there."""
+        """Return the command line that runs a command there."""
         return [*_SSH, self.name, command] if self.over_ssh else ["sh", "-c", command]
 
-    def run(self, command: str, seconds: float, *, told: str = "") -> str:
-        """Return what the command says there. It is told something on standard input, which nobody else sees."""
+    def run(self, command: str, seconds: float, *, stdin: str = "") -> str:
+        """Run a command there and return its output. Standard input may hold secrets: no other user sees it."""
         words = self.words(command)
         try:
-            done = subprocess.run(words, input=told, capture_output=True, text=True, timeout=seconds)
+            done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             raise Unanswered(f"no answer within {seconds:.0f} s") from None
         except FileNotFoundError:
             raise Unanswered(f"{words[0]} is not installed on this machine") from None
         if done.returncode == 124:
-            raise Unanswered("it took too long and was ended")
+            raise Unanswered("the command took too long and was ended")
         if done.returncode:
             last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
             raise Unanswered(last)
@@ -78,7 +78,7 @@ def this_machine() -> Host:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """Lines of `NAME slots=N`, in the order of their ranks, as DeepSpeed and Open MPI read them."""
+    """Read lines of `NAME slots=N`, in the order of their ranks, as DeepSpeed and Open MPI do."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -92,7 +92,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         if match is None:
             raise UserError(f"{path}, line {number}: {text!r}; expected a host and its slots, such as `node1 slots=8`")
         if match["name"] in hosts:
-            raise UserError(f"{path}, line {number}: {match['name']} is there twice; add its slots up in one line")
+            raise UserError(f"{path}, line {number}: duplicate host {match['name']}; add its slots up in one line")
         hosts[match["name"]] = Host(match["name"], int(match["slots"]))
     if not hosts:
         raise UserError(f"{path}: names no host; expected lines such as `node1 slots=8`")
@@ -102,11 +102,12 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 def ask_all(
     hosts: Sequence[Host], ask: Callable[[Host], Result]
 ) -> tuple[Mapping[Host, Result], Mapping[Host, Unanswered]]:
-    """All at once: the answers, and the hosts that gave none."""
+    """Ask all hosts in parallel. Return the answers, and the errors of the hosts that gave none."""
     answers: dict[Host, Result] = {}
     silent: dict[Host, Unanswered] = {}
     with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as threads:
-        for host, future in [(host, threads.submit(ask, host)) for host in hosts]:
+        futures = {host: threads.submit(ask, host) for host in hosts}
+        for host, future in futures.items():
             try:
                 answers[host] = future.result()
             except Unanswered as error:

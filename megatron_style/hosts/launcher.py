@@ -1,4 +1,4 @@
-"""Where this process finds itself: who started it, and on what it computes. Without DeepSpeed, which takes seconds."""
+"""Find out what started this process, and its device. DeepSpeed is not imported, because that takes seconds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.launchers import DEEPSPEED, MPICH, OPEN_MPI, SRUN, TORCHRUN, PlaceVariables
 
 DEFAULT_PORT = 29500  # DeepSpeed's and torchrun's own
-_ADDRESS_BYTES = 64  # longer than any address of IPv6
+_ADDRESS_BYTES = 64  # longer than any IPv6 address
 
 
 def _adopt_nothing(_port: int) -> None:
-    """The launcher has set torch's own variables, or there is none."""
+    """Do nothing: the launcher has set torch's own variables, or there is none."""
 
 
 def adopt_srun(_port: int) -> None:
-    """Set torch's variables from those of srun, which starts processes and leaves the rest to them."""
+    """Set torch's variables from those of srun, which starts processes and does no more."""
     slurm = os.environ
     if "MASTER_ADDR" not in slurm and int(slurm[SRUN.hosts]) > 1:
         raise UserError(
-            "MASTER_ADDR is not set, and srun alone does not tell where the first process runs; "
+            "MASTER_ADDR is not set, and srun does not say where the first process runs; "
             "launch/slurm.sbatch sets it to the job's first host"
         )
     os.environ |= {
@@ -40,8 +40,8 @@ def adopt_srun(_port: int) -> None:
 
 
 def adopt_mpirun(port: int) -> None:
-    """Set torch's variables from what MPI knows. Only buffers are exchanged: mpi4py pickles everything else."""
-    from mpi4py import MPI  # its import starts MPI, which only `mpirun` can serve
+    """Set torch's variables from MPI. Only buffers are exchanged, because mpi4py pickles everything else."""
+    from mpi4py import MPI  # its import initializes MPI, which needs `mpirun`
 
     world = MPI.COMM_WORLD
     here = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -63,15 +63,15 @@ def adopt_mpirun(port: int) -> None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """`adopt` gives torch what it asks of a launcher; the port is for those that name none."""
+    """A way to start ranks. `adopt` sets the variables that torch needs; the port is for launchers that set none."""
 
     name: str
-    place: PlaceVariables | None  # None: one process, which nobody numbers
+    place: PlaceVariables | None  # None: a single process without a rank
     detect: Callable[[Mapping[str, str]], bool]
     adopt: Callable[[int], None]
 
     def count_hosts(self) -> int | None:
-        """Return what the launcher says, or None if it says nothing: then there may be several."""
+        """Return the number of hosts, or None if the launcher does not set it: then there may be several."""
         if self.place is None:
             return 1
         hosts = os.environ.get(self.place.hosts)
@@ -79,8 +79,8 @@ class Launcher:
 
 
 NO_LAUNCHER = Launcher("none", None, lambda _: True, _adopt_nothing)
-# The first that detects itself: launchers run inside one another, and each leaves its variables. The batch script of a
-# Slurm job has SLURM_PROCID too, but no step of several tasks; srun sets PMI_SIZE as well, so MPICH comes after it.
+# The first match counts: launchers run inside one another, and each leaves its variables. The batch script of a Slurm
+# job has SLURM_PROCID too, but no step of several tasks; srun also sets PMI_SIZE, so MPICH comes after it.
 LAUNCHERS = (
     Launcher("torchrun", TORCHRUN, lambda variables: "TORCHELASTIC_RUN_ID" in variables, _adopt_nothing),
     Launcher("mpirun", OPEN_MPI, lambda variables: OPEN_MPI.world in variables, adopt_mpirun),
@@ -92,12 +92,12 @@ LAUNCHERS = (
 
 
 def find_launcher() -> Launcher:
-    """Return the launcher of this process, by what it left in the environment."""
+    """Return the launcher of this process, detected by its environment variables."""
     return next(launcher for launcher in LAUNCHERS if launcher.detect(os.environ))
 
 
 def accelerator() -> torch.device:
-    """As DeepSpeed chooses: DS_ACCELERATOR=cpu leaves an accelerator alone."""
+    """Return the device that DeepSpeed would choose: with DS_ACCELERATOR=cpu an accelerator is not used."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if os.environ.get("DS_ACCELERATOR") == "cpu" or found is None:
         return torch.device("cpu")
@@ -106,10 +106,10 @@ def accelerator() -> torch.device:
 
 def _first_address() -> str:
     """Return this host's first address, as DeepSpeed's launcher finds it."""
-    told = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
-    return told[0] if told else socket.gethostbyname(socket.gethostname())
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    return addresses[0] if addresses else socket.gethostbyname(socket.gethostname())
 
 
 def _port_of_job(job: int) -> int:
-    """Two jobs on one host must not meet on one port. Below the range that Linux hands out by itself."""
+    """Return a port of the job's own, so that two jobs can share a host. It is below Linux's ephemeral range."""
     return 20000 + job % 10000

@@ -1,8 +1,8 @@
-"""What `doctor` asks a host, answered on that host: one JSON line on standard output.
+"""Answer a question of `doctor` on the host that it asks: one JSON line on standard output.
 
 python -m megatron_style.hosts.probe facts '{"folder": "runs/first", "files": []}' <<<'{"NAME": "value"}'
 
-Standard input has the variables that a rank would have there; they may be secrets.
+Standard input holds the variables that a rank would have there; they may be secrets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEGABYTE = 2**20
 
 
 def facts(*, folder: str, files: list[str]) -> dict[str, object]:
-    """What must be the same on all hosts, what each has, and which of the files it lacks."""
+    """Return what must be the same on all hosts, what this one has, and which of the files it lacks."""
     return {
         "same": {
             "Python": platform.python_version(),
@@ -47,7 +47,7 @@ def facts(*, folder: str, files: list[str]) -> dict[str, object]:
 
 
 def leave(*, folder: str, name: str) -> dict[str, object]:
-    """A file for the others to find, where the run would write; nothing else is made."""
+    """Create a file for the other hosts to find, where the run would write. No folder is created."""
     path = existing_part(Path(folder)).resolve() / name
     try:
         path.touch()
@@ -83,8 +83,9 @@ def listen(*, port: int, guests: int, seconds: float) -> dict[str, object]:
 
 
 def call(*, address: str, port: int, seconds: float) -> dict[str, object]:
-    """Try again until the other side listens: both are started at once."""
-    deadline, reason = time.monotonic() + seconds, "no answer"
+    """Connect to the port, retrying until the other side listens: both start at the same time."""
+    deadline = time.monotonic() + seconds
+    reason = "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((address, port), timeout=left).close()
@@ -96,7 +97,7 @@ def call(*, address: str, port: int, seconds: float) -> dict[str, object]:
 
 
 def reduce(*, rank: int, world: int, address: str, port: int) -> dict[str, object]:
-    """The collective that training waits for, over the backend that training uses. Who asks has to set a limit."""
+    """Run and time the collective that training uses. May block for ever: the caller must set a timeout."""
     import torch
     import torch.distributed as dist
 
@@ -105,13 +106,14 @@ def reduce(*, rank: int, world: int, address: str, port: int) -> dict[str, objec
     device = accelerator()
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world)
-    values, repeats = torch.ones(_MEGABYTE // 4, device=device), 10
-    dist.all_reduce(values)  # connections are made by the first one
+    values = torch.ones(_MEGABYTE // 4, device=device)
+    repeats = 10
+    dist.all_reduce(values)  # the first one opens the connections
     right = bool((values == world).all())
     begin = time.monotonic()
     for _ in range(repeats):
         dist.all_reduce(values)
-    values.sum().item()  # an accelerator has only been asked so far
+    values.sum().item()  # wait for the accelerator, which computes asynchronously
     spent = (time.monotonic() - begin) / repeats
     dist.barrier()
     dist.destroy_process_group()
@@ -119,7 +121,7 @@ def reduce(*, rank: int, world: int, address: str, port: int) -> dict[str, objec
 
 
 def existing_part(folder: Path) -> Path:
-    """The folder, or of a folder that does not exist yet the first one above it that does."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
@@ -131,7 +133,7 @@ def _commit() -> str | None:
 
 
 def _digest_of_code() -> str:
-    """Also what is not committed."""
+    """Return a digest of the code, including what is not committed."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
@@ -156,9 +158,9 @@ def _available_memory() -> int:
 
 
 def _address() -> str:
-    """As DeepSpeed's launcher finds the first host's: the first of all its addresses."""
-    told = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
-    return told[0] if told else "127.0.0.1"
+    """Return this host's first address, as DeepSpeed's launcher finds it."""
+    addresses = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    return addresses[0] if addresses else "127.0.0.1"
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, object]]] = {

@@ -1,5 +1,5 @@
-"""What a run records, and how it is watched.
+"""Record a run and show its progress.
 
-journal: what is recorded when. metrics_file: `metrics.jsonl`. tensorboard: its events, made from that file. console:
-the lines and the progress bar. work: arithmetic done. Read journal first.
+journal: what is recorded when. metrics_file: `metrics.jsonl`. tensorboard: event files made from it. console: lines
+and the progress bar. work: FLOPs and totals. Read journal first.
 """

@@ -1,4 +1,4 @@
-"""How far a run is, for people: a progress bar on a terminal, or a line now and then in a log."""
+"""Show the progress of a run: as a bar on a terminal, or as lines in a log."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _GAUGE = 20  # characters
 
 @dataclass(frozen=True)
 class ProgressLine:
-    """A `train` event as it is recorded, and what only people want to know in addition."""
+    """A recorded `train` event, and the figures that are only shown in addition to it."""
 
     event: TrainEvent
     total_steps: int
     stages: int
     share_done: float  # of the run's FLOPs
     seconds_left: float
-    peak_share: float | None = None  # of what the hardware can do at most, where that is known
+    peak_share: float | None = None  # of the hardware's peak FLOP/s, where that is known
     note: str = ""
 
     def line(self) -> str:
@@ -37,8 +37,10 @@ class ProgressLine:
         )
 
     def bar(self, step: int, width: int) -> str:
-        """After a later step, too. Facts that find no room are left out, the last first."""
-        event, filled = self.event, int(self.share_done * _GAUGE)
+        """Return the bar at this step, which may be later than the event's. It ends before the first fact that does not
+        fit."""
+        event = self.event
+        filled = int(self.share_done * _GAUGE)
         facts = (
             f"stage {_known(event.stage) + 1}/{self.stages}  step {step}/{self.total_steps}",
             f"[{'#' * filled}{'.' * (_GAUGE - filled)}] {self.share_done:.0%}",
@@ -72,7 +74,7 @@ class ProgressLine:
 
 
 class Console:
-    """Shows progress: as a bar on a terminal, whose log gets the lines instead, or as lines on standard error."""
+    """Shows progress as a bar on a terminal, with the lines in the log, or else as lines on standard error."""
 
     def __init__(self, total_steps: int, terminal: Terminal | None) -> None:
         self._total_steps = total_steps
@@ -89,7 +91,7 @@ class Console:
         self._draw(self._terminal, progress.event.step)
 
     def after(self, step: int) -> None:
-        """Between two lines only the bar's step moves."""
+        """Redraw the bar. Between two lines only its step changes."""
         if self._terminal is not None and time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
             self._draw(self._terminal, step)
 
@@ -105,5 +107,5 @@ class Console:
 
 
 def _known(value: float | None) -> float:
-    assert value is not None, "only events that this version has recorded are shown, and they have every figure"
+    assert value is not None, "only events of this version are shown, and they have every figure"
     return value

@@ -1,5 +1,5 @@
-"""One writer for what a run has to say: on the console, in `metrics.jsonl` and in TensorBoard. Only the first rank
-writes; the others only help to sum the loss."""
+"""Write the record of a run to the console, `metrics.jsonl` and TensorBoard. Only the first rank writes; the others
+only help to sum the loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
-_NEWEST_SHARE = 0.3  # of the newest line in the speed that the time left is told by
+_NEWEST_SHARE = 0.3  # weight of the newest line in the speed that predicts the time left
 
 
 class _Figures(NamedTuple):
@@ -45,6 +45,8 @@ class _Figures(NamedTuple):
 
 
 class Journal:
+    """The record of one launch of a run. Every rank has one, and calls it at the same steps."""
+
     def __init__(
         self,
         run: RunConfig,
@@ -55,12 +57,15 @@ class Journal:
         first_step: int,
         terminal: Terminal | None = None,
     ) -> None:
-        """`terminal` shows a progress bar; without one, progress is logged."""
-        self._schedule, self._engine, self._topology = schedule, engine, topology
+        """Open the record. `terminal` shows a progress bar; without one, progress is logged."""
+        self._schedule = schedule
+        self._engine = engine
+        self._topology = topology
         self._work = FlopCounter(run.model, engine.model.vocab_size, schedule)
         self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
         self._all_flops = self._work.before(schedule.total_steps)
-        self._skipped, self._stage_seconds = 0, 0.0
+        self._skipped = 0
+        self._stage_seconds = 0.0
         self._seconds_per_flop: float | None = None
         self._peak = peak_flops(engine.device, engine.dtype, ranks=topology.data.size * topology.tensor.size)
         self._writes = topology.is_first
@@ -69,14 +74,14 @@ class Journal:
         self._shown = self._totals  # as they were at the last line
 
     def _open(self, run: RunConfig, first_step: int, terminal: Terminal | None) -> None:
-        """Figures that are carried on come from the last line, which every step that saves has."""
+        """Open all files. Totals resume from the last line, which every step that saves has."""
         folder = RunFolder(run.output.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         if first_step:
             keep_older(folder.run_file, run, first_step)
         save_run(run, folder.run_file)
         self._metrics = MetricsFile(folder.metrics, last_step=first_step)
-        if last := self._metrics.last:  # perhaps of a version that recorded less
+        if last := self._metrics.last:  # an older version may have recorded less
             self._skipped = last.skipped or 0
             self._stage_seconds = last.stage_seconds or 0.0
             self._totals = self._totals.plus(0, 0, last.seconds or 0.0)
@@ -96,9 +101,10 @@ class Journal:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
 
     def stage_opens(self, plan: StepPlan) -> None:
-        """Counted to the stage's first step, so that a run resumed right before it records it once."""
+        """Record the stage at its first step, so that a run resumed just before it records it once."""
         self._stage_seconds = 0.0
-        stage, totals = plan.stage, self._totals
+        stage = plan.stage
+        totals = self._totals
         self._record(
             StageEvent(
                 step=plan.step + 1,
@@ -117,9 +123,11 @@ class Journal:
         self._say(f"step {plan.step}: {stage}")
 
     def stage_closes(self, plan: StepPlan) -> None:
-        """Tokens and time of the stage, over all ranks and resumptions."""
-        first, done = self._schedule.first_step_of(plan.stage), plan.step + 1
-        tokens, seconds = self._totals.tokens - self._schedule.tokens_before(first), self._stage_seconds
+        """Record tokens and time of the stage, over all ranks and resumptions."""
+        first = self._schedule.first_step_of(plan.stage)
+        done = plan.step + 1
+        tokens = self._totals.tokens - self._schedule.tokens_before(first)
+        seconds = self._stage_seconds
         self._record(
             StageEndEvent(
                 step=done,
@@ -132,8 +140,8 @@ class Journal:
         self._say(f"stage {plan.stage.index + 1} is done: {done - first} steps, {tokens:,} tokens, {seconds:,.0f} s")
 
     def step(self, plan: StepPlan, loss: LossShare, update: Update, seconds: float, *, show: bool) -> None:
-        """Called after every step by all ranks. Only some are shown, and all that were skipped: in between the loss is
-        not even summed, so that nobody waits for it."""
+        """Record a step; all ranks call this after every one. Skipped steps are always shown, others only with `show`:
+        between them the loss is not even summed, so that no rank waits for it."""
         flops = plan.tokens * self._work.per_token[plan.stage.index]
         self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
@@ -156,7 +164,7 @@ class Journal:
             self._console.after(plan.step + 1)
 
     def flush(self, step: int) -> None:
-        """Before a checkpoint: a run that resumes there finds everything up to this step recorded."""
+        """Flush before a checkpoint, so that a run that resumes there finds everything up to this step recorded."""
         if self._writes:
             self._board.flush(step)
 
@@ -179,7 +187,7 @@ class Journal:
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
-        """Return the losses over all ranks and the gradient norm, in one wait for the device."""
+        """Return the losses over all ranks and the gradient norm, with a single wait for the device."""
         data = self._topology.data
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
@@ -188,8 +196,10 @@ class Journal:
         return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
-        totals, device = self._totals, self._engine.device
-        lately, self._shown = totals.since(self._shown), totals
+        totals = self._totals
+        device = self._engine.device
+        lately = totals.since(self._shown)
+        self._shown = totals
         memory = peak_bytes(device)
         forget_peak(device)
         speed = lately.flops / lately.seconds
@@ -225,7 +235,7 @@ class Journal:
         )
 
     def _seconds_left(self, lately: Totals) -> float:
-        """That of the FLOPs left: a stage of longer segments counts for what it costs."""
+        """Return the time that the FLOPs left will take, so that a stage of longer segments counts with its cost."""
         newest = lately.seconds / lately.flops
         before = newest if self._seconds_per_flop is None else self._seconds_per_flop
         self._seconds_per_flop = before + _NEWEST_SHARE * (newest - before)

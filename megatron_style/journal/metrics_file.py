@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what a run records, one JSON object per line. TensorBoard and reports are functions of it."""
+"""`metrics.jsonl`: the record of a run, one JSON object per line. TensorBoard and reports are made from it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megatron_style.base.events import Event, TrainEvent, line_of, parse_event
 
 
 class MetricsFile:
-    """Lines are flushed one by one, so a killed run has recorded everything but perhaps the end of its last line.
+    """The open file. Lines are flushed one by one, so a killed run has recorded everything but perhaps the end of its
+    last line.
 
-    A run may have millions of lines. A start reads from the end, and only what it needs."""
+    A run may have millions of lines: a resumed run reads from the end, and only what it needs."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
-        """Drop what was written after `last_step`: those steps will be done again."""
+        """Open the file, and drop what was written after `last_step`: those steps will be repeated."""
         self._path = path
         self.last: TrainEvent | None = None  # the last that is kept
         if path.exists():
@@ -27,7 +28,7 @@ class MetricsFile:
         end = self._file.seek(0, os.SEEK_END)
         line = line_of(event).encode() + b"\n"
         try:
-            while line:  # a disk that is almost full takes a part
+            while line:  # an almost full disk may accept only a part
                 line = line[self._file.write(line) :]
         except OSError:
             self._file.truncate(end)
@@ -36,7 +37,7 @@ class MetricsFile:
             raise
 
     def events(self) -> Iterator[Event]:
-        """Yield all that is recorded, one event in memory at a time; torn lines are left out."""
+        """Yield all recorded events, one in memory at a time; truncated lines are left out."""
         with self._path.open("rb") as file:
             for line in file:
                 event = _event(line)
@@ -47,7 +48,7 @@ class MetricsFile:
         self._file.close()
 
     def _end_of(self, last_step: int) -> int:
-        """Return how many bytes are kept; steps only grow, so the end decides."""
+        """Return how many bytes to keep. Steps never decrease, so only the end has to be read."""
         kept = 0
         if last_step == 0:
             return kept
@@ -63,7 +64,7 @@ class MetricsFile:
 
 
 def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield complete lines from the last to the first, each with the place at which it ends."""
+    """Yield complete lines from the last to the first, each with the offset of its end."""
     if path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -75,5 +76,5 @@ def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _event(line: bytes) -> Event | None:
-    """Return the event of a line; None if it is torn or full of zeros, as the last line of a killed run may be."""
+    """Return the event of a line; None if it is truncated or all zeros, as the last line of a killed run may be."""
     return parse_event(line, needs_sound_counts=True)

@@ -1,10 +1,10 @@
-"""TensorBoard as a function of `metrics.jsonl`. A resumed run adds a file of events; TensorBoard then forgets what
-earlier files hold of later steps.
+"""Write TensorBoard event files from `metrics.jsonl`. A resumed run adds a file; TensorBoard then drops the later steps
+of earlier files.
 
-Before each checkpoint all events are flushed and a mark says so. Without a mark that reaches the checkpoint, everything
-is written anew: nothing is there twice, and nothing is lost that a killed run had not flushed. Points are drawn over
-the step in `tensorboard/` and over the trained tokens in `tensorboard/by_tokens/`. A point's time is the training time,
-counted over all resumptions.
+Before each checkpoint all events are flushed, and a mark records it. If the mark does not reach the checkpoint, all
+files are rewritten: nothing is duplicated, and nothing is missing that a killed run had not flushed. The x axis is the
+step in `tensorboard/` and the trained tokens in `tensorboard/by_tokens/`. The time of a point is the training time,
+over all resumptions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from megatron_style.base.files import write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.journal.metrics_file import MetricsFile
 
-_MARK, _FILES = "complete.json", "events.out.tfevents.*"
+_MARK = "complete.json"
+_FILES = "events.out.tfevents.*"
 
 _TAGS: Mapping[type[Event], Mapping[str, str]] = {
     TrainEvent: {
@@ -63,15 +64,17 @@ _TAGS: Mapping[type[Event], Mapping[str, str]] = {
     SampleEvent: {},
     UnknownEvent: {},
 }
-_SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token")  # of a stage, shown all through it
-_COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # beside the settings, in the HPARAMS tab
+_SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token")  # of a stage, shown at every step
+_COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # next to the settings, in the HPARAMS tab
 
 
 class TensorBoardWriter:
+    """The event files of a run, against steps and against tokens."""
+
     def __init__(
         self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], recorded: MetricsFile
     ) -> None:
-        """`settings` are compared between runs, `texts` are shown; `recorded` is what earlier launches have done."""
+        """Open the files. `settings` are compared between runs, `texts` shown; `recorded` holds earlier launches."""
         last = recorded.last
         self._folder = folder
         self._seconds = last.seconds or 0.0 if last else 0.0
@@ -83,16 +86,17 @@ class TensorBoardWriter:
             self._by_tokens = _writer(folder / "by_tokens", purge_from=last.tokens + 1)
             return
         self._mark = _Mark(0, time.time() - self._seconds, {}, _digest(texts))
-        self._by_step, self._by_tokens = (_writer(_emptied(place)) for place in (folder, folder / "by_tokens"))
+        self._by_step = _writer(_emptied(folder))
+        self._by_tokens = _writer(_emptied(folder / "by_tokens"))
         for summary in (experiment, start):
             self._by_step.add_summary(summary)
-        for tag, told in texts.items():
-            self._by_step.add_summary(text(tag, told), 0)
+        for tag, content in texts.items():
+            self._by_step.add_summary(text(tag, content), 0)
         for event in recorded.events():
             self.add(event)
 
     def flush(self, step: int) -> None:
-        """Send everything up to a step to the files, and note that it is there."""
+        """Flush everything up to a step to the files, and mark it as complete."""
         self._by_step.flush()
         self._by_tokens.flush()
         self._mark = replace(self._mark, step=step)
@@ -115,7 +119,7 @@ class TensorBoardWriter:
                 self._by_tokens.add_summary(summary, event.tokens, when)
 
     def close(self, *, finished: bool) -> None:
-        """A run that will go on has not ended its session."""
+        """Close the files. The session of a run that will be resumed is not marked as ended."""
         if finished:
             self._by_step.add_summary(self._end)
         self._by_step.close()
@@ -124,7 +128,7 @@ class TensorBoardWriter:
 
 @dataclass(frozen=True)
 class _Mark:
-    """How far the event files are complete, and what a resumed run needs to continue them."""
+    """The step up to which the event files are complete, and what a resumed run needs to continue them."""
 
     step: int
     began: float  # the time of day at which a run without pauses would have begun
@@ -138,8 +142,8 @@ def _read_mark(folder: Path, *, digest: str) -> _Mark | None:
     except (OSError, ValueError, TypeError):
         return None
     sound = type(mark.step) is int and type(mark.began) is float and type(mark.shape) is dict
-    there = all(any(place.glob(_FILES)) for place in (folder, folder / "by_tokens"))
-    return mark if sound and there and mark.digest == digest else None
+    exist = any(folder.glob(_FILES)) and any((folder / "by_tokens").glob(_FILES))
+    return mark if sound and exist and mark.digest == digest else None
 
 
 def _digest(texts: Mapping[str, str]) -> str:
@@ -153,9 +157,11 @@ def _emptied(folder: Path) -> Path:
 
 
 def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
-    """A new file of events. Whoever reads it, an open TensorBoard too, forgets what it has seen from there on."""
+    """Open a new event file. Readers of it, even an open TensorBoard, drop the steps they have seen from there on."""
     newest = max((int(path.name.split(".")[3]) for path in folder.glob(_FILES)), default=0)
-    while int(time.time()) == newest:  # files are read in the order of their names, which begin with the second
+    while (
+        int(time.time()) == newest
+    ):  # files are read in the order of their names, which start with the time in seconds
         time.sleep(0.05)
     writer = FileWriter(str(folder), flush_secs=30)
     writer.add_event(FileEvent(session_log=SessionLog(status=SessionLog.START)), purge_from)
@@ -163,7 +169,7 @@ def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
 
 
 def scalars_of(event: Event) -> dict[str, float]:
-    """Return the points of an event, by tag. Runs of older versions recorded fewer."""
+    """Return the points of an event by tag. Older versions recorded fewer."""
     found = _points(event, _TAGS[type(event)])
     if isinstance(event, TrainEvent):
         found |= {f"train/auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
@@ -180,7 +186,7 @@ def _points(event: Event, tags: Mapping[str, str]) -> dict[str, float]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`model.layers`, `stages.0.steps`: one value each, what is not set left out."""
+    """Return nested settings with keys such as `model.layers` and `stages.0.steps`, without those that are not set."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -193,13 +199,13 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def code_block(content: str, language: str) -> str:
-    """Return the content as code that it cannot end: the fence is longer than any in it, and control characters, with
-    which the renderer marks what it has done, are escaped."""
+    """Return a Markdown code block that the content cannot end: the fence is longer than any in it, and control
+    characters, which the renderer uses as markers, are escaped."""
     fences = re.findall(r"`{3,}", content)
     fence = max((f"{found}`" for found in fences), key=len, default="```")
     return f"{fence}{language}\n{harmless(content).rstrip()}\n{fence}"
 
 
 def _quoted(event: SampleEvent) -> str:
-    """As code: what a model writes may look like Markdown."""
-    return f"{code_block(event.prompt or '', '')}\n\ngoes on:\n\n{code_block(event.text or '', '')}"
+    """Return a sample as code, because the text of a model may look like Markdown."""
+    return f"{code_block(event.prompt or '', '')}\n\ncontinues:\n\n{code_block(event.text or '', '')}"

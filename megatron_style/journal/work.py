@@ -1,4 +1,4 @@
-"""The arithmetic of a run by its steps. In whole numbers, so that a resumed run counts on exactly."""
+"""Count the FLOPs of a run by its steps, in integers, so that a resumed run continues the count exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_style.planning.hardware import GPUS
 from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
 
-# What a driver calls the GPUs of the table. Others of the same chip (PCIe, laptops) are slower, and not in it.
+# The names that the driver gives to the GPUs of the table. Others with the same chip (PCIe, laptops) are slower.
 _NAMES = {
     "Tesla V100-SXM2-16GB": "v100-16gb",
     "Tesla V100-SXM2-32GB": "v100-32gb",
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 class FlopCounter:
-    """Model FLOPs over all ranks, without what recompute repeats."""
+    """Counts model FLOPs over all ranks, without those that recompute repeats."""
 
     def __init__(self, model: ModelConfig, vocab_size: int, schedule: StageSchedule) -> None:
         self._schedule = schedule
@@ -42,7 +42,7 @@ class FlopCounter:
         )
 
     def before(self, step: int) -> int:
-        """Of all steps before this one."""
+        """Return the FLOPs of all steps before this one."""
         firsts = [self._schedule.first_step_of(stage) for stage in self._schedule.stages]
         tokens = [self._schedule.tokens_before(min(step, first)) for first in (*firsts, self._schedule.total_steps)]
         return sum(cost * (end - begin) for cost, (begin, end) in zip(self.per_token, pairwise(tokens), strict=True))
@@ -50,7 +50,7 @@ class FlopCounter:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a run has done so far, over all ranks and resumptions. Evaluating and saving take none of the seconds."""
+    """The totals of a run so far, over all ranks and resumptions. The seconds exclude evaluating and saving."""
 
     tokens: int = 0
     flops: int = 0
@@ -64,7 +64,7 @@ class Totals:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, ranks: int) -> float | None:
-    """What so many devices compute in a second at most, where that is known: never a guess."""
+    """Return the peak FLOP/s of all ranks' devices; None if it is unknown, never a guess."""
     name = _NAMES.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Ranks that die, hosts that vanish, and runs that resume.
+"""Detect ranks that die and hosts that vanish, and resume their runs.
 
 run_guard: lock, log and heartbeat around a run. heartbeat, record, process, lock, rank_log: their parts. stop: leaving
 early. supervisor, launch_spec, cluster: starting a run again. Read run_guard and supervisor first.

@@ -1,4 +1,4 @@
-"""The hosts of a supervised run: which of them answer, and ending what an earlier launch left running there."""
+"""Find the hosts of a supervised run that answer, and end what an earlier launch left running on them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_style.hosts.hosts import Host, Unanswered
 from megatron_style.supervision.record import RankRecord
 
 Ssh = Callable[[str, str], bool]
-Hosts = dict[str, int]  # in the order of the hostfile: how many ranks each has room for
+Hosts = dict[str, int]  # slots by host name, in the order of the hostfile
 _SSH_SECONDS = 30  # a host whose disk hangs accepts the connection and never answers
 _GONE_SECONDS = 10.0
 
 
 def ssh(host: str, command: str) -> bool:
-    """Whether the command was done there."""
+    """Run a command on a host and return True if it succeeded."""
     try:
         Host(host).run(command, _SSH_SECONDS)
     except Unanswered:
@@ -34,11 +34,11 @@ def ssh(host: str, command: str) -> bool:
 def answering(hosts: Mapping[str, int], ssh: Ssh) -> Hosts:
     with ThreadPoolExecutor(32) as threads:
         answers = list(threads.map(lambda host: ssh(host, "true"), hosts))
-    return {host: hosts[host] for host, answers_us in zip(hosts, answers, strict=True) if answers_us}
+    return {host: hosts[host] for host, answered in zip(hosts, answers, strict=True) if answered}
 
 
 def divisible(hosts: Mapping[str, int], tensor: int) -> Hosts:
-    """The last slots are left free, so that the tensor-parallel degree divides the number of ranks."""
+    """Leave the last slots free, so that the tensor-parallel degree divides the number of ranks."""
     spare = sum(hosts.values()) % tensor
     kept: Hosts = {}
     for host, slots in reversed(list(hosts.items())):
@@ -52,7 +52,7 @@ def divisible(hosts: Mapping[str, int], tensor: int) -> Hosts:
 def signal_ranks(
     records: Iterable[RankRecord], hosts: Iterable[str], ssh: Ssh, number: signal.Signals = signal.SIGKILL
 ) -> None:
-    """To those ranks that still live, here and on other hosts; never to a process that was given an old pid."""
+    """Send a signal to the ranks that are still alive, here and on other hosts; never to a reused pid."""
     records = list(records)
     for record in records:
         record.send(number)
@@ -67,8 +67,8 @@ def signal_ranks(
 
 
 def kill_launch(key: str, hosts: Iterable[str], ssh: Ssh) -> None:
-    """Kill each process of a launch, here and on these hosts, also those that have no record yet: all of them have its
-    key in their environment."""
+    """Kill every process of a launch, here and on these hosts, even those without a record: all of them have its key in
+    their environment."""
     until = time.monotonic() + _GONE_SECONDS
     while (pids := _processes_of(key)) and time.monotonic() < until:
         for pid in pids:
@@ -82,18 +82,18 @@ def kill_launch(key: str, hosts: Iterable[str], ssh: Ssh) -> None:
 
 
 def _processes_of(key: str) -> list[int]:
-    """Return the pids on this host, without this process and those that have ended."""
+    """Return the pids of a launch on this host, except this process's own."""
     entry = f"{LAUNCH}={key}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is someone else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if entry in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return [pid for pid in found if pid != os.getpid()]
 
 
 def _signal_command(record: RankRecord, number: signal.Signals) -> str:
-    """For any shell. A hostfile may name hosts by their addresses, so each host asks itself who it is."""
+    """Return a command for any shell. A hostfile may list addresses, so each host compares its own hostname."""
     started = f"\"$(sed 's/.*) //' /proc/{record.pid:d}/stat 2>/dev/null | cut -d ' ' -f 20)\""
     here = f'[ "$(hostname)" = {shlex.quote(record.host)} ]'
     return f'{here} && [ {started} = "{record.started:d}" ] && kill -{number:d} {record.pid:d}'

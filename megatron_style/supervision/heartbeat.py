@@ -1,8 +1,8 @@
-"""Each rank tells every two seconds that it lives, and ends itself when another rank does not.
+"""Each rank writes a heartbeat every two seconds, and ends itself when another rank is lost.
 
-Nothing else notices a rank that hangs or a host that is gone: collectives wait for minutes or for ever. Rank 0 watches
-all ranks, the others watch rank 0 and those of their own host, so the disk is read a few times a second and not
-ranks x ranks times. Only changes are looked at, by this host's own clock: what time it is elsewhere does not matter.
+Nothing else notices a rank that hangs or a host that is down: collectives wait for minutes or for ever. Rank 0 watches
+all ranks, the others watch rank 0 and the ranks of their own host, so the number of reads grows with the ranks and not
+with their square. Only changes count, by this host's own clock, so clocks that differ between hosts do no harm.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron_style.supervision.record import (
 )
 
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 15.0  # so long without a beat, and a rank is given up
-ASLEEP_SECONDS = 6.0  # so long between two looks, and it was this process that slept
+SILENT_SECONDS = 15.0  # a rank without a heartbeat for longer is lost
+ASLEEP_SECONDS = 6.0  # if two looks are further apart, this process was suspended
 APPEAR_SECONDS = 60.0  # network disks may show a new file late
-CAUSE_SECONDS = 20.0  # after a lost connection, to find out who was first
+CAUSE_SECONDS = 20.0  # to find out which rank failed first, after a connection was lost
 
 
 @dataclass(frozen=True)
@@ -43,28 +43,31 @@ class LostRank:
     how: str
 
     def __str__(self) -> str:
-        at = self.record
-        return f"rank {at.rank} on {at.host} (pid {at.pid}) {self.how}"
+        record = self.record
+        return f"rank {record.rank} on {record.host} (pid {record.pid}) {self.how}"
 
 
 class Watch:
-    """Decides which of the other ranks are lost. It does nothing else, so tests can give it any clock."""
+    """Decides which of the other ranks are lost. It does nothing else, so that tests can give it any clock."""
 
     def __init__(self, launch: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._launch, self._clock = launch, clock
+        self._launch = launch
+        self._clock = clock
         self._last_look = clock()
         self._changed: dict[int, float] = {}
         self._seen: dict[int, Seen] = {}
 
     def look(self, found: Mapping[int, Seen]) -> list[LostRank]:
+        """Return the ranks that are lost, given the records that were just read."""
         at = self._clock()
-        if at - self._last_look > ASLEEP_SECONDS:  # the others may have slept with us, and wake with us
+        if at - self._last_look > ASLEEP_SECONDS:  # the other ranks may have been suspended, too
             self._changed = dict.fromkeys(self._changed, at)
         self._last_look = at
         current = {rank: seen for rank, seen in found.items() if seen.record.launch == self._launch}
         for rank, seen in current.items():
             if rank not in self._seen or self._seen[rank].mark != seen.mark:
-                self._seen[rank], self._changed[rank] = seen, at
+                self._seen[rank] = seen
+                self._changed[rank] = at
         losses = []
         for rank, seen in self._seen.items():
             how = self._what_became_of(seen.record, silent=at - self._changed[rank], removed=rank not in current)
@@ -83,15 +86,20 @@ class Watch:
         if record.phase == "failed":
             return f"failed at {where}: {record.error}"
         if removed:
-            return f"took its record away at {where}: its input is wrong, or someone removed the folder"
+            return f"removed its record at {where}: its input is wrong, or someone removed the folder"
         if record.is_gone:
             return f"was killed; last heard of at {where}"
         if silent > SILENT_SECONDS:
-            return f"gives no sign of life since {silent:.0f} s, so it or its host is gone; last heard of at {where}"
+            return (
+                f"sent no heartbeat for {silent:.0f} s; the process or its host is presumed dead; "
+                f"last heard of at {where}"
+            )
         return None
 
 
 class Heartbeat:
+    """The thread with which a rank shows that it is alive and watches others."""
+
     def __init__(
         self,
         folder: Path,
@@ -102,23 +110,31 @@ class Heartbeat:
         every_beat: Callable[[], str | None] = lambda: None,
         before_leaving: Callable[[int, str], None] = lambda _step, _reason: None,
     ) -> None:
-        """`every_beat` may return a reason to end; `before_leaving` is given the step and the reason."""
-        self._folder, self._rank, self._launch = folder, rank, launch
+        """Take callbacks: `every_beat` may return a reason to end, `before_leaving` gets the step and the reason."""
+        self._folder = folder
+        self._rank = rank
+        self._launch = launch
         self._others = sorted(set(watches) - {rank})
         self._watch = Watch(launch)
         self._process = this_process()
         self._phase: Phase = "preflight"
         self._follows: Follows = ""
-        self.step, self._during, self._error = 0, "", ""
-        self._beats, self._began, self._told = 0, time.monotonic(), False
-        self._done, self._writing = threading.Event(), threading.Lock()
+        self.step = 0
+        self._during = ""
+        self._error = ""
+        self._beats = 0
+        self._began = time.monotonic()
+        self._checked_for_missing = False
+        self._done = threading.Event()
+        self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._every_beat = every_beat
         self._before_leaving = before_leaving
 
     def at(self, step: int, phase: Phase) -> None:
-        """Where the loop is. Costs nothing: the thread writes it with its next beat."""
-        self.step, self._phase = step, phase
+        """Note where the loop is. This costs nothing: the thread writes it with its next beat."""
+        self.step = step
+        self._phase = phase
 
     def beat(self) -> None:
         with self._writing:
@@ -149,18 +165,20 @@ class Heartbeat:
         self._fail(error, follows="")
 
     def withdrawn(self) -> None:
-        """This rank's input is wrong; it says so itself, and leaves no record."""
+        """Stop and leave no record: this rank's input is wrong, and it reports that itself."""
         self.stop()
         RunFolder(self._folder).record(self._rank).unlink(missing_ok=True)
 
     def wait_for_cause(self, error: str) -> None:
-        """A connection was lost: another rank was first. The watching thread says which, and ends this process."""
+        """Wait after a lost connection: another rank failed first. The thread reports which, and ends this process."""
         self._fail(error, follows="waiting")
         self._thread.join(CAUSE_SECONDS)
 
     def _fail(self, error: str, *, follows: Follows) -> None:
-        self._during, self._phase = self._during or self._phase, "failed"
-        self._error, self._follows = error, follows
+        self._during = self._during or self._phase
+        self._phase = "failed"
+        self._error = error
+        self._follows = follows
         self.beat()
 
     def _run(self) -> None:
@@ -170,49 +188,50 @@ class Heartbeat:
                 self.beat()
                 reason = self._every_beat()
                 losses = self._watch.look(read_records(self._folder, self._others))
-            except OSError:  # a disk that is full or away for a moment is no reason to end
+            except OSError:  # a disk that is full or unreachable for a moment is no reason to end
                 continue
             if reason:
-                self._leave(reason, tells=True)
-            if losses and suspected:  # seen twice: a rank that fails at the same moment has told so itself by now
-                self._leave(_paragraph(losses, self._folder), tells=self._is_first_living(losses))
+                self._leave(reason, logs=True)
+            if losses and suspected:  # seen twice: a rank that failed at the same moment has reported it by now
+                self._leave(_describe(losses, self._folder), logs=self._reports(losses))
             suspected = bool(losses)
-            self._tell_once_what_never_appeared()
+            self._warn_of_missing_ranks()
 
-    def _leave(self, reason: str, *, tells: bool) -> NoReturn:
-        """Not by an exception: the main thread waits in a collective that nothing interrupts."""
+    def _leave(self, reason: str, *, logs: bool) -> NoReturn:
+        """End the process, not by an exception: the main thread waits in a collective that nothing interrupts."""
         try:
             self._fail(reason, follows="left")
-            if tells:
+            if logs:
                 log(f"error: {reason}")
             self._before_leaving(self.step, reason)
         finally:
             os._exit(EXIT_FAILED)
 
-    def _is_first_living(self, losses: list[LostRank]) -> bool:
-        """Of those that know the cause: it is told once."""
+    def _reports(self, losses: list[LostRank]) -> bool:
+        """True if this is the first living rank of those that know the cause, so that it is logged once."""
         lost = {loss.record.rank for loss in losses if not loss.record.follows}
         records = [seen.record for seen in read_records(self._folder).values() if seen.record.launch == self._launch]
         living = {record.rank for record in records if record.phase != "ended" and not record.is_gone} - lost
-        told = {record.rank for record in records if record.follows}
-        return bool(lost) and self._rank == min(living | told | {self._rank})
+        following = {record.rank for record in records if record.follows}
+        return bool(lost) and self._rank == min(living | following | {self._rank})
 
-    def _tell_once_what_never_appeared(self) -> None:
-        if self._told or self._rank or time.monotonic() - self._began < APPEAR_SECONDS:
+    def _warn_of_missing_ranks(self) -> None:
+        """Warn once, on rank 0, of ranks whose records have never appeared."""
+        if self._checked_for_missing or self._rank or time.monotonic() - self._began < APPEAR_SECONDS:
             return
-        self._told = True
+        self._checked_for_missing = True
         missing = sorted(set(self._others) - self._watch.known)
         if missing:
             records = RunFolder(self._folder).ranks
             log(
-                f"warning: {records} shows nothing of {len(missing)} ranks (first: rank {missing[0]}): "
+                f"warning: {records} has no record of {len(missing)} ranks (first: rank {missing[0]}): "
                 f"output.path is not shared between the hosts, so each host watches its own ranks only"
             )
 
 
-def _paragraph(losses: list[LostRank], folder: Path) -> str:
+def _describe(losses: list[LostRank], folder: Path) -> str:
     losses = [loss for loss in losses if not loss.record.follows] or losses
-    told = "; ".join(map(str, losses[:3])) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
+    causes = "; ".join(map(str, losses[:3])) + (f"; and {len(losses) - 3} more" if len(losses) > 3 else "")
     log_file = RunFolder(folder).log(losses[0].record.rank)
     lost = what_is_lost(folder, max(loss.record.step for loss in losses))
-    return f"{told}. The other ranks end; {lost}; start again to resume. More in {log_file}"
+    return f"{causes}. The other ranks end; {lost}; start the run again to resume. See {log_file}"

@@ -2,9 +2,8 @@
 
 python -m megatron_style.supervision.launch deepspeed --num_accelerators 2 --module megatron_style.train RUN.yaml
 
-A launcher answers Ctrl-C and SIGTERM by killing its ranks, DeepSpeed's on several hosts by a broad `pkill`. So it gets
-a session of its own, where a terminal's signals do not arrive, and the ranks are asked directly: they save, and leave
-together.
+On Ctrl-C and SIGTERM a launcher kills its ranks, DeepSpeed's on several hosts by a broad `pkill`. So it gets a session
+of its own, which a terminal's signals do not reach, and the ranks are asked directly: they save, and leave together.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _CODES: dict[State, int] = {"finished": EXIT_DONE, "stopped": EXIT_STOPPED, "div
 
 
 class Launch:
-    """One start of a launcher and what it starts, on this host and others; after the `with` nothing of it is left."""
+    """One start of a launcher and all its processes, on this host and others; after the `with` none of them is left."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Launch:
         over_ssh: Sequence[str] = (),
         ssh: Ssh = ssh,
     ) -> None:
-        """`hosts` may have processes of this launch; to those `over_ssh` the deepspeed launcher carries variables."""
+        """Start the launcher. `hosts` may run its processes; those in `over_ssh` need its variables forwarded."""
         self._folder = folder
         self._hosts = hosts
         self._ssh = ssh
@@ -71,7 +70,7 @@ class Launch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Killed, not asked: DeepSpeed's launcher answers a signal by a broad `pkill` on every host."""
+        """Kill what is left. The launcher is not asked to end: DeepSpeed's runs a broad `pkill` on every host then."""
         own_end = self.has_ended and self.status is not None and self.status.state in _CODES
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -81,7 +80,7 @@ class Launch:
 
     @property
     def has_ended(self) -> bool:
-        """Without reaping it: while its pid is taken, so is the name of its process group."""
+        """True if the launcher has ended. It is not reaped, so that the id of its process group cannot be reused."""
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     @property
@@ -103,12 +102,12 @@ class Launch:
 
     @property
     def step(self) -> int:
-        """Return how many steps are done, as the ranks told last."""
+        """Return how many steps are done, by the last records of the ranks."""
         return max((record.step for record in self.records), default=0)
 
     def stop(self, signals: StopSignals, *, seconds: float = float("inf")) -> None:
-        """Let the run save and leave, until the time is over or a second Ctrl-C. One that has not begun has nothing to
-        save, and is not waited for."""
+        """Let the run save and leave, until a timeout or a second Ctrl-C. A run that has not begun has nothing to save,
+        and is not waited for."""
         until = time.monotonic() + seconds
         ranks = self.records
         self._stopped_early = not ranks
@@ -119,7 +118,7 @@ class Launch:
             time.sleep(_LOOK_SECONDS)
 
     def code(self, signals: StopSignals) -> int:
-        """Return the run's own exit code, which is not always the launcher's, and say what an early end has lost."""
+        """Return the run's own exit code, which may differ from the launcher's, and log what an early end has lost."""
         if self.status and self.status.state in _CODES:
             return _CODES[self.status.state]
         if signals.ends_at_once or self._stopped_early:
@@ -128,16 +127,16 @@ class Launch:
         if self._process.returncode == EXIT_DONE and self._all_ended:
             return EXIT_DONE
         if self._process.returncode == EXIT_DONE or signals.asked:
-            log(f"error: the run ended at step {self.step} without a word; {what_is_lost(self._folder, self.step)}")
+            log(f"error: the run ended at step {self.step} without a message; {what_is_lost(self._folder, self.step)}")
         return self._process.returncode if 0 < self._process.returncode < 128 else EXIT_FAILED
 
     @property
     def _all_ended(self) -> bool:
-        """True if each rank of this launch says so itself: killing a launcher's process on a host gives exit code 0."""
+        """True if each rank has recorded its end: after a kill on another host, the launcher's exit code may be 0."""
         return bool(self.records) and all(record.phase == "ended" for record in self.records)
 
     def _ask(self, ranks: Sequence[RankRecord]) -> None:
-        """Ask the ranks that a pid or ssh leads to; they tell the others. Without any, the launcher (srun) is asked."""
+        """Ask the ranks that a pid or ssh reaches; all stop together. If there are none, ask the launcher (srun)."""
         if not self._hosts and not any(rank.is_local for rank in ranks):
             os.kill(self._process.pid, signal.SIGTERM)
         signal_ranks(ranks, self._hosts, self._ssh, signal.SIGTERM)
@@ -156,7 +155,7 @@ def main() -> None:
 
 
 def _run_folder(words: Sequence[str]) -> Path:
-    """Return the output.path of the run, whose flags end the launcher's."""
+    """Return the output.path of the run, whose arguments follow the launcher's."""
     return load_run(*parse_train_arguments(words[words.index(_PROGRAM) + 1 :])).output.path
 
 

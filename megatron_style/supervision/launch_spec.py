@@ -1,4 +1,4 @@
-"""What a supervisor was asked to keep going, and the command that launches it on the hosts that are there."""
+"""The run that a supervisor keeps going, and the command that launches it on the hosts that answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LaunchSpec:
     stall: float = 1800.0
 
     def command(self, directory: Path, hosts: Hosts) -> list[str]:
-        """With a hostfile always through ssh: DeepSpeed would start the last host that is left on this machine."""
+        """Return the launch command. Hosts are always reached by ssh: DeepSpeed would start a single one here."""
         where = ["--hostfile", str(directory / "none")]
         if hosts:
             (directory / "hostfile").write_text("".join(f"{name} slots={n}\n" for name, n in hosts.items()))

@@ -1,4 +1,4 @@
-"""One run on a folder at a time. The lock of a run that was killed opens by itself."""
+"""Allow one run per folder at a time. The lock of a run that was killed is released by the next one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Owner(Process):
 
 
 class FolderLock:
-    """A file that names its owner. Of the same host the owner's pid and start tell whether it lives; on another host
-    a lock that nobody touches for a minute, by our own clock, is abandoned."""
+    """A file that names its owner. On the same host, the owner's pid and start time say whether it is alive; on another
+    host, a lock that is not touched for a minute, by our own clock, is abandoned."""
 
     def __init__(
         self,
@@ -36,12 +36,14 @@ class FolderLock:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._path, self._clock, self._sleep = path, clock, sleep
+        self._path = path
+        self._clock = clock
+        self._sleep = sleep
         self._me = json.dumps(asdict(Owner(**vars(this_process()), since=now(), key=uuid.uuid4().hex)))
         self._made_folder = False
 
     def take(self) -> str | None:
-        """Why not, in one line; None when it is ours now."""
+        """Take the lock. Return why that is not possible, in one line, or None on success."""
         while True:
             refusal = self.clear()
             if refusal:
@@ -65,7 +67,7 @@ class FolderLock:
                 raise
 
     def clear(self) -> str | None:
-        """Remove the lock of a dead owner; of a living one, say who it is."""
+        """Remove the lock of a dead owner. If the owner is alive, return a line that names it."""
         held = self._read()
         if held is None:
             return None
@@ -76,16 +78,16 @@ class FolderLock:
                 f"since {owner.since}; end it first, or choose another output.path"
             )
         if owner is None and not self._stays_untouched(None):
-            return f"{self._path}: another run is just taking it; end it first, or choose another output.path"
+            return f"{self._path}: another run is taking this lock; end it first, or choose another output.path"
         return self._remove(held)
 
     def refresh(self) -> str | None:
-        """Show that the owner lives. Gives a reason to end when the lock is another's now."""
+        """Show that the owner is alive. Return a reason to end if another process holds the lock now."""
         held = self._read()
         if held == self._me:
             os.utime(self._path)
         owner = _owner_of(held) if held and held != self._me else None
-        return f"the lock {self._path} is now that of pid {owner.pid} on {owner.host}" if owner else None
+        return f"{self._path}: the lock is now held by pid {owner.pid} on {owner.host}" if owner else None
 
     def release(self) -> None:
         if self._read() == self._me:
@@ -94,8 +96,10 @@ class FolderLock:
             remove_if_empty(self._path.parent)
 
     def _stays_untouched(self, owner: Owner | None) -> bool:
-        log(f"{self._path}: of {owner.host if owner else 'an unknown host'}; looking for a minute whether it lives")
-        before, begin = self._touched(), self._clock()
+        host = owner.host if owner else "an unknown host"
+        log(f"{self._path}: held by a process on {host}; waiting a minute to see whether it is alive")
+        before = self._touched()
+        begin = self._clock()
         while self._clock() - begin < STALE_SECONDS:
             self._sleep(_LOOK_SECONDS)
             if self._touched() != before:
@@ -103,7 +107,7 @@ class FolderLock:
         return True
 
     def _touched(self) -> tuple[int, int] | None:
-        """Opened, not only asked for: network disks look again then."""
+        """Return when the lock was touched. The file is opened, because network disks refresh its attributes then."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -112,7 +116,7 @@ class FolderLock:
             return None
 
     def _remove(self, held: str) -> str | None:
-        """Moved first, and looked at again: another run may have removed it before us, and put its own there."""
+        """Rename the lock, then compare: another run may have removed it before us and created its own."""
         aside = self._path.with_name(f"{self._path.name}.{os.getpid()}.old")
         try:
             self._path.rename(aside)
@@ -139,7 +143,7 @@ def remove_if_empty(folder: Path) -> None:
 
 
 def _owner_of(text: str) -> Owner | None:
-    """Return who holds the lock, if the text says so: it may be a stranger's, or torn."""
+    """Return the owner that a lock names; None if the file is truncated or from something else."""
     try:
         owner = Owner(**parse_json(text))
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Who a process is, so that another one can tell whether it still lives."""
+"""The identity of a process, by which another one can tell whether it is still alive."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Process:
     host: str
-    place: str  # where its pid means something: one boot of one machine, one namespace of pids
+    place: str  # where its pid is valid: one boot of one machine, one pid namespace
     pid: int
-    started: int  # clock ticks after the boot: tells it from a later process that was given the same pid
+    started: int  # clock ticks after the boot: distinguishes it from a later process with the same pid
 
     @property
     def is_local(self) -> bool:
@@ -22,11 +22,11 @@ class Process:
 
     @property
     def is_gone(self) -> bool:
-        """Known of processes of this host only; of others never."""
+        """True if the process has ended. Always False for processes of other hosts, where that is unknown."""
         return self.is_local and started_at(self.pid) != self.started
 
     def send(self, number: signal.Signals) -> None:
-        """To this very process, or to nobody."""
+        """Send a signal to this very process, never to a later one with the same pid."""
         if self.is_local and not self.is_gone:
             try:
                 os.kill(self.pid, number)
@@ -39,12 +39,12 @@ def this_process() -> Process:
 
 
 def started_at(pid: int) -> int:
-    """0 when there is no such process. One that has ended and only waits for its parent counts as gone."""
+    """Return the start time in clock ticks after the boot; 0 if there is no such process, or only a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return 0
-    state, *fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    state, *fields = text.rpartition(")")[2].split()  # the name before it may contain spaces and parentheses
     return 0 if state in "ZX" else int(fields[18])
 
 

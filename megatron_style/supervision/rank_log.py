@@ -1,4 +1,4 @@
-"""What a rank says on standard error is also kept in `logs/rank_00003.log`, with the traceback it ends with."""
+"""Copy the standard error of a rank to `logs/rank_00003.log`, including the traceback it ends with."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from megatron_style.supervision.record import now
 
 
 class _Both:
-    """Standard error as it is, and a copy. A disk that is full must not silence the console."""
+    """Standard error and a copy of it. A full disk must not silence the console."""
 
     def __init__(self, console: TextIO | Terminal, copy: TextIO) -> None:
-        self._console, self._copy = console, copy
+        self._console = console
+        self._copy = copy
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):
@@ -34,7 +35,7 @@ class _Both:
 
 @contextmanager
 def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Terminal | None]:
-    """Copy standard error to the log of this rank. Yield the terminal that it is, if a progress bar can be drawn."""
+    """Copy standard error to the log of this rank. Yield the terminal, if it can show a progress bar."""
     console = sys.stderr
     with RunFolder(folder).log(rank).open("a", encoding="utf-8", buffering=1) as copy:
         copy.write(f"== launch {launch} begins: {now()}\n")

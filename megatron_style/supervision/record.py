@@ -1,4 +1,4 @@
-"""What a run tells others on disk: `ranks/rank_00003.json`, one for each rank, and at its end `status.json`."""
+"""The state of a run on disk: `ranks/rank_00003.json`, one for each rank, and `status.json` when it has ended."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class RankRecord(Process):
     step: int
     phase: Phase
     time: str
-    beats: int = 0  # no two records of a living rank are equal
+    beats: int = 0  # makes every record of a rank differ from its last
     during: str = ""  # the phase in which it failed
     error: str = ""
-    key: str = ""  # of the launcher that started it: LAUNCH of its environment
-    follows: Follows = ""  # it fails because another rank did: it waits to learn which, or has left and said so
+    key: str = ""  # of the launch that started it, from LAUNCH in its environment
+    follows: Follows = ""  # it fails because another rank did: it waits to learn which one, or has left and reported it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Seen:
-    """A record and what its file looked like: it changes with every sign of life, also on a full disk."""
+    """A record, and a mark of its file that changes with every heartbeat, even on a full disk."""
 
     record: RankRecord
     mark: tuple[int, bytes]
@@ -63,7 +63,7 @@ def now() -> str:
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
-    """On a full disk the file that is there is touched: a sign of life all the same."""
+    """Write a heartbeat. On a full disk the old file is touched, which also counts as one."""
     path = RunFolder(folder).record(record.rank)
     try:
         _write(path, asdict(record))
@@ -72,17 +72,17 @@ def write_record(folder: Path, record: RankRecord) -> None:
 
 
 def read_records(folder: Path, ranks: Iterable[int] | None = None) -> dict[int, Seen]:
-    """Of these ranks or of all; those that are not there are left out."""
-    home = RunFolder(folder)
+    """Return the records of these ranks, or of all; missing ones are left out."""
+    run_folder = RunFolder(folder)
     try:
-        there = sorted(os.listdir(home.ranks))  # noqa: PTH208 - listing also makes network disks look again
+        names = sorted(os.listdir(run_folder.ranks))  # noqa: PTH208 - listing also makes network disks refresh
     except OSError:
         return {}
-    wanted = None if ranks is None else {home.record(rank).name for rank in ranks}
+    wanted = None if ranks is None else {run_folder.record(rank).name for rank in ranks}
     found = {}
-    for name in there:
+    for name in names:
         if name.endswith(".json") and (wanted is None or name in wanted):
-            seen = _read_record(home.ranks / name)
+            seen = _read_record(run_folder.ranks / name)
             if seen:
                 found[seen.record.rank] = seen
     return found
@@ -111,19 +111,20 @@ def saved_step(folder: Path) -> int | None:
 
 
 def what_is_lost(folder: Path, step: int) -> str:
-    """Say what a run that ends at this step leaves."""
+    """Return a clause that says what is lost when a run ends at this step."""
     saved = saved_step(folder)
     if saved is None:
         return f"no checkpoint has been written; {f'all {step} steps are lost' if step else 'nothing was trained'}"
     if saved >= step:
-        return f"the checkpoint of step {saved} holds all of it"
+        return f"nothing is lost: the last checkpoint is of step {saved}"
     return f"the steps after the checkpoint of step {saved} are lost"
 
 
 def _read_record(path: Path) -> Seen | None:
     try:
         with path.open("rb") as file:
-            content, changed = file.read(_MOST_BYTES), os.fstat(file.fileno()).st_mtime_ns
+            content = file.read(_MOST_BYTES)
+            changed = os.fstat(file.fileno()).st_mtime_ns
         record = RankRecord(**parse_json(content))
     except (OSError, ValueError, TypeError):
         return None
@@ -131,7 +132,7 @@ def _read_record(path: Path) -> Seen | None:
 
 
 def _is_sound(record: RankRecord) -> bool:
-    """True if every field is of its kind. A run's folder may come from a stranger, and what a record says goes into
+    """True if every field has its type. The folder of a run may not be trustworthy, and fields of a record end up in
     commands on other hosts."""
     return (
         is_sound_process(record)
@@ -143,7 +144,7 @@ def _is_sound(record: RankRecord) -> bool:
 
 
 def is_sound_process(process: Process) -> bool:
-    """True if every field is of its kind, and the host has the name of one."""
+    """True if every field has its type, and the host has a valid name."""
     return (
         _is_number(process.pid)
         and process.pid > 0

@@ -1,4 +1,4 @@
-"""Around a whole run: the lock of its folder, the log and heartbeat of each rank, and the record of how it ended."""
+"""Guard a run: lock its folder, keep a log and a heartbeat of each rank, and record how it ended."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connectio
 
 @contextmanager
 def guard_run(folder: Path, signals: StopSignals) -> Iterator[tuple[Heartbeat, Terminal | None]]:
-    """When one rank stops, the others end within 30 seconds, and one of them says who it was. Yield the heartbeat of
-    this rank and the terminal that shows its progress, if there is one."""
+    """Yield the heartbeat of this rank and the terminal that shows its progress, if there is one. When a rank is lost,
+    the others end within 30 seconds, and one of them reports which it was."""
     launch = _begin(RunFolder(folder))
     try:
         with rank_log(folder, dist.get_rank(), launch.name) as terminal:
@@ -44,11 +44,11 @@ def guard_run(folder: Path, signals: StopSignals) -> Iterator[tuple[Heartbeat, T
             )
             signals.react = lambda: _end_at_once(folder, heartbeat.step) if signals.ends_at_once else None
             heartbeat.beat()  # from here on the rank may be asked to stop
-            dist.barrier()  # every rank has its record: whoever is missing from now on is lost
+            dist.barrier()  # every rank has its record: one that is missing from now on is lost
             heartbeat.start()
             try:
                 yield heartbeat, terminal
-                dist.barrier()  # nobody stops watching while another rank still works
+                dist.barrier()  # no rank stops watching while another one still works
             except BaseException as error:
                 _record_failure(launch, heartbeat, error)
                 raise
@@ -65,7 +65,7 @@ class _Launch:
     lock: FolderLock | None  # rank 0 holds it
 
     def ends(self, state: State, step: int, error: str = "") -> None:
-        """Rank 0's word on how it ended, which a supervisor trusts: a launcher's exit code may be 0 after a kill."""
+        """Record on rank 0 how the launch ended. A supervisor needs it: a launcher may exit with 0 after a kill."""
         if self.lock is None:
             return
         try:
@@ -82,7 +82,7 @@ class _Launch:
         self.ends("failed", step, reason)
 
     def leave(self) -> None:
-        """A first run that was refused leaves nothing: the last rank to go finds the folders empty."""
+        """Release the lock and remove empty folders, so that a first run that was refused leaves nothing."""
         if self.lock:
             self.lock.release()
         for folder in (self.folder.ranks, self.folder.logs, self.folder.path):
@@ -90,7 +90,7 @@ class _Launch:
 
 
 def _begin(folder: RunFolder) -> _Launch:
-    """Rank 0 takes the lock before anything is written, and all ranks learn together whether they may go on."""
+    """Take the lock on rank 0 before anything is written. All ranks learn together whether they may continue."""
     lock = FolderLock(folder.lock) if dist.get_rank() == 0 else None
     refusal, name = broadcast_json([lock.take(), uuid.uuid4().hex] if lock else None)
     if refusal:
@@ -101,42 +101,42 @@ def _begin(folder: RunFolder) -> _Launch:
 
 
 def _ranks_to_watch() -> list[int]:
-    """Rank 0 watches all. The others watch rank 0, which tells them, and their own host."""
-    me = this_process()
-    places = gather_json([me.host, me.place])
+    """Return all ranks on rank 0; on the others rank 0, whose end they notice, and the ranks of their own host."""
+    process = this_process()
+    places = gather_json([process.host, process.place])
     here = places[dist.get_rank()]
     return [rank for rank, place in enumerate(places) if 0 in (rank, dist.get_rank()) or place == here]
 
 
 def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:
-    told = f"{type(error).__name__}: {error}".split("\n")[0][:500]
+    message = f"{type(error).__name__}: {error}".split("\n")[0][:500]
     if isinstance(error, UserError):
         if launch.folder.run_file.exists():
-            heartbeat.failed(told)
-        else:  # nothing of a run is there yet, and nothing is left
+            heartbeat.failed(message)
+        else:  # the run has written nothing yet, and leaves nothing
             heartbeat.withdrawn()
             launch.folder.log(dist.get_rank()).unlink(missing_ok=True)
     elif isinstance(error, Stopped):
         heartbeat.ended()
         launch.ends("stopped", heartbeat.step, str(error))
         with suppress(RuntimeError):
-            dist.barrier()  # some launchers kill the others as soon as one leaves: rank 0 has written its word by then
+            dist.barrier()  # some launchers kill all ranks as soon as one leaves; rank 0 has written the status by then
     else:
         if _lost_a_peer(error):
-            heartbeat.wait_for_cause(told)
-        heartbeat.failed(told)
-        launch.ends("diverged" if isinstance(error, Diverged) else "failed", heartbeat.step, told)
+            heartbeat.wait_for_cause(message)
+        heartbeat.failed(message)
+        launch.ends("diverged" if isinstance(error, Diverged) else "failed", heartbeat.step, message)
 
 
 def _end_at_once(folder: Path, step: int) -> NoReturn:
-    """Not by an exception: the main thread may wait in a collective that nothing interrupts."""
+    """End the process, not by an exception: the main thread may wait in a collective that nothing interrupts."""
     if dist.get_rank() == 0:
         log(f"interrupted at step {step}; {what_is_lost(folder, step)}")
     os._exit(EXIT_INTERRUPTED)
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:
-    """A collective fails because another rank is gone: an effect, not a cause."""
+    """True if a collective failed because another rank is gone: an effect, not the cause."""
     while error is not None:
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
             return True

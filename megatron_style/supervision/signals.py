@@ -36,14 +36,14 @@ class StopSignals:
         return self.interrupts > 1
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged before."""
+        """Restore the previous handlers."""
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._writer.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note it at once where the main thread is free; its interrupts are counted by the thread alone."""
+        """Note the request at once if the main thread is free. Only the thread counts interrupts."""
         del number, frame
         self.asked = True
 
@@ -64,5 +64,5 @@ def leave_early() -> NoReturn:
 
 
 def _is_left_out(number: signal.Signals) -> bool:
-    """True for SIGHUP under `nohup`, which wants the run to outlive its terminal."""
+    """True for SIGHUP under `nohup`, whose purpose is that the run outlives its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""When a run has to leave early: a signal, or the end of its time. It saves first, and all ranks leave together."""
+"""Stop a run early, on a signal or after output.stop_after. It saves first, and all ranks leave together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _REASONS = (None, "a signal asked for it", "output.stop_after is over")
 
 
 class StopRequest:
-    """The ranks agree about a request while the next step computes, so that no step waits for it: they leave after the
-    step that follows it."""
+    """A request to stop on which all ranks agree. They exchange it while the next step computes, so that no step waits
+    for it, and leave one step later."""
 
     def __init__(self, signals: StopSignals, *, after_seconds: float | None, device: torch.device) -> None:
         self._signals = signals
@@ -26,7 +26,7 @@ class StopRequest:
         self._copied = None if device.type == "cpu" else torch.Event(device)
 
     def agreed(self) -> str | None:
-        """Return why to stop after this step, the same on every rank; None to continue. Called once in a step."""
+        """Return why to stop after this step, the same on every rank; None to continue. Call it once per step."""
         if self._copied is not None:
             self._copied.synchronize()  # it was recorded a step ago
         found = _REASONS[int(self._on_host.numpy())]

@@ -1,4 +1,4 @@
-"""Keep a run going: start it, and start it again from its last checkpoint when a rank or a host dies."""
+"""Keep a run going: start it, and restart it from its last checkpoint when a rank or a host dies."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ LOOK_SECONDS = 1.0
 
 
 class StopAsked(Exception):
-    """Someone wants the supervisor to end."""
+    """A signal asks the supervisor to stop."""
 
 
 class Failed(Exception):
-    """One attempt came to nothing; another may not."""
+    """One attempt failed; another may succeed."""
 
 
 class Supervisor:
+    """Launches a run until it has finished, or has failed too often without a new checkpoint."""
+
     def __init__(self, spec: LaunchSpec, *, ssh: Ssh = ssh) -> None:
         self._spec = spec
         self._ssh = ssh
         self._folder = spec.run.output.path
         self._lock = FolderLock(RunFolder(self._folder).supervisor)
-        self._leftovers: list[RankRecord] = []  # ranks of the last launch, which may live
+        self._leftovers: list[RankRecord] = []  # ranks of the last launch, which may be alive
         self._attempts: list[str] = []
 
     def run(self) -> int:
-        """Return the exit code. Whatever happens, no rank remains."""
+        """Supervise until the end, however it comes, so that no rank remains. Return the exit code."""
         refusal = self._lock.take()
         if refusal:
             raise UserError(refusal)
@@ -65,7 +67,7 @@ class Supervisor:
     def _until_done(self) -> int:
         run_lock = FolderLock(RunFolder(self._folder).lock, sleep=self._sleep)
         refusal = run_lock.clear()
-        if refusal:  # someone trains there without a supervisor: those are no leftovers
+        if refusal:  # a run without a supervisor is active: its ranks are not leftovers
             raise UserError(refusal)
         self._leftovers = self._records()
         failures = 0
@@ -83,20 +85,20 @@ class Supervisor:
                 self._summarise()
                 return EXIT_FAILED
             seconds = min(self._spec.pause * 2 ** (failures - 1), LONGEST_PAUSE)
-            log(f"supervisor: again in {seconds:g} s from {self._checkpoint() or 'the beginning'}")
+            log(f"supervisor: retrying in {seconds:g} s from {self._checkpoint() or 'the beginning'}")
             self._sleep(seconds)
 
     def _attempt(self) -> int:
-        """Return the run's own exit code, if trying again would not change it."""
+        """Return the run's own exit code. Raise Failed if a retry may change it."""
         hosts = self._usable_hosts() if self._spec.hosts else {}
         launch = self._launch(hosts)
         code = launch.code(self._signals)
         if code == EXIT_DONE:
             log(f"supervisor: finished at step {launch.step}, in attempt {len(self._attempts) + 1}")
         elif code == EXIT_DIVERGED:
-            log(f"supervisor: {self._reason(launch)}; not tried again, because it would diverge again")
+            log(f"supervisor: {self._reason(launch)}; no retry, because it would diverge again")
         elif code == EXIT_BAD_INPUT:
-            log("supervisor: the run's input is wrong, so it is not tried again")
+            log("supervisor: the run's input is wrong; no retry")
         elif code not in (EXIT_STOPPED, EXIT_INTERRUPTED) and not self._signals.asked:
             raise Failed(self._reason(launch))
         return code
@@ -136,12 +138,14 @@ class Supervisor:
         return hosts
 
     def _wait(self, launch: Launch) -> None:
-        last, since = self._position(), time.monotonic()
+        last = self._position()
+        since = time.monotonic()
         while not launch.has_ended:
             self._sleep(LOOK_SECONDS)
             position = self._position()
             if position != last:
-                last, since = position, time.monotonic()
+                last = position
+                since = time.monotonic()
             if time.monotonic() - since > self._spec.stall and not launch.has_ended:
                 raise Failed(f"no new step for {self._spec.stall:g} s")
 
@@ -158,16 +162,14 @@ class Supervisor:
             return ""
 
     def _reason(self, launch: Launch) -> str:
-        """Return rank 0's word, or another rank's; when all were killed, there is none."""
+        """Return the error that rank 0 or another rank recorded; ranks that were killed recorded none."""
         if launch.status:
             return f"step {launch.status.step}: {launch.status.error}"
-        told = [record.error for record in launch.records if record.phase == "failed" and record.error]
-        return (
-            told[0] if told else f"the launcher ended with exit code {launch.launcher_code}, and no rank could say why"
-        )
+        errors = [record.error for record in launch.records if record.phase == "failed" and record.error]
+        return errors[0] if errors else f"the launcher ended with exit code {launch.launcher_code}; no rank said why"
 
     def _refuse_to_share(self, run_lock: FolderLock) -> None:
-        """A host that dropped out may still train there; it ends by itself, as its peers are gone."""
+        """Fail if a host that dropped out still trains there. It ends by itself, because its peers are gone."""
         refusal = run_lock.clear()
         if refusal:
             raise Failed(refusal)

@@ -1,4 +1,4 @@
-"""The code is as the drawing says: each import is one of its arrows, and third parties have one owner."""
+"""The code matches the drawing: each import is one of its arrows, and each third-party library has one owner."""
 
 from __future__ import annotations
 

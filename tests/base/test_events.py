@@ -1,4 +1,4 @@
-"""The record of a run: one parser, one writer, and a page of the documentation that lists what they know."""
+"""The record of a run: one parser, one writer, and a documentation page that lists every event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a full disk nothing is left under the name that a writer was to make, nor beside it."""
+"""On a full disk a writer leaves neither its file nor a temporary one next to it."""
 
 from __future__ import annotations
 

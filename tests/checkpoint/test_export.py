@@ -1,4 +1,4 @@
-"""The model at the end of a run: what a kill in its export leaves, the next start removes."""
+"""The model at the end of a run: the next start removes what a killed export leaves."""
 
 from __future__ import annotations
 

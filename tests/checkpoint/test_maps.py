@@ -1,4 +1,4 @@
-"""What a checkpoint's map says is what the engine holds, in every precision and for every group of parameters."""
+"""The map of a checkpoint matches the engine, in every precision and for every group of parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed, damaged or moved to another grid goes on as if nothing had happened."""
+"""A run that was stopped, killed, damaged or moved to another grid resumes as if nothing had happened."""
 
 from __future__ import annotations
 

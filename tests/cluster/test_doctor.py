@@ -1,4 +1,4 @@
-"""`doctor` on two hosts: nothing to say when all is well, and the name of the fault when something is broken."""
+"""`doctor` on two hosts: no complaint when all is well, and the name of the fault when something is broken."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def folder_not_shared(hosts: Cluster, hostfile: Path, output: Path) -> Iterator[
 
 
 Fault = Callable[[Cluster, Path, Path], contextlib.AbstractContextManager[None]]
-NOT_SHARED = ("output", "is not shared: node2 would keep its part of every checkpoint")
+NOT_SHARED = ("output", "is not shared: checkpoints would lack the part of node2")
 FAULTS: dict[str, tuple[Fault, list[tuple[str, str]]]] = {
     "unreachable host": (unreachable_host, [("node9", "not reachable by ssh")]),
     "other version": (
@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[Fault, list[tuple[str, str]]]] = {
         [("node2", "project is 0.0.7, on node1 it is"), ("node2", "code is .*, on node1 it is")],
     ),
     "port in use": (port_in_use, [("node1", f"port {PORT} cannot be used: .* set MASTER_PORT")]),
-    "full disk": (full_disk, [("node2", "MiB of disk are free; one checkpoint takes"), NOT_SHARED]),
+    "full disk": (full_disk, [("node2", "MiB of disk space free; one checkpoint takes"), NOT_SHARED]),
     "folder not shared": (folder_not_shared, [NOT_SHARED]),
 }
 
@@ -119,8 +119,8 @@ def test_two_sound_hosts_get_no_complaint(two_hosts: Cluster, tmp_path: Path) ->
     code, levels = doctor(two_hosts, two_hosts.hostfile(), write_small_run(tmp_path, ranks=2))
     assert (code, levels["FAIL"], levels["WARN"]) == (0, [], [])
     told = dict(levels["ok"])
-    assert re.match(r"1 MB over gloo: \S+ ms, \S+ MB/s a host", told["all-reduce"])
-    assert told["rendezvous"] == f"port {PORT} of node1 (10.77.0.1) is free, and reached by all hosts"
+    assert re.match(r"1 MB over gloo: \S+ ms, \S+ MB/s per host", told["all-reduce"])
+    assert told["rendezvous"] == f"port {PORT} of node1 (10.77.0.1) is free and reachable from all hosts"
     assert told["output"].endswith("is shared by all hosts")
     assert told["run"] == "4 steps on 2 process(es)"
     assert not (tmp_path / "run").exists()

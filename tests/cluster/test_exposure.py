@@ -1,4 +1,4 @@
-"""What others on a host and in its network see of a run: no secret, and of a run on one machine no open port."""
+"""Other users of a host and its network see no secret of a run, and no open port of a run on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks on a cluster while a supervised run is at work: it ends with the losses of an undisturbed run."""
+"""Faults of a cluster during a supervised run: it ends with the losses of an undisturbed run."""
 
 from __future__ import annotations
 

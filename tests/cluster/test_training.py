@@ -1,4 +1,4 @@
-"""A run over several hosts is the run of one host, step by step."""
+"""A run on several hosts equals the run on one host, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ds_configs that come with the project, and what a user's own may hold beside the run file."""
+"""The ds_configs that come with the project, and what a user's own may set in addition to the run file."""
 
 from __future__ import annotations
 

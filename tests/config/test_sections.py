@@ -1,4 +1,4 @@
-"""A mistake in a run file is told in one line: which key, what it holds, what would be right."""
+"""A mistake in a run file is reported in one line: the key, its value, and what would be right."""
 
 from __future__ import annotations
 

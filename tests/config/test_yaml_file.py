@@ -1,4 +1,4 @@
-"""What a run file may look like, and `--set`."""
+"""The syntax of run files and of `--set`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two corpora are told apart by what decides whether losses compare: the held-out tokens and what they stand for."""
+"""Two corpora are distinguished by what makes losses comparable: the held-out tokens and their meaning."""
 
 from __future__ import annotations
 

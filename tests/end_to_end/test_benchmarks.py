@@ -1,4 +1,4 @@
-"""What the training benchmark compares computes the same."""
+"""The implementations that the training benchmark compares compute the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`convert import-fairseq` as users run it. A checkpoint is a stranger's file: it is read, never run."""
+"""`convert import-fairseq` as users run it. A checkpoint is untrusted: it is read, never executed."""
 
 from __future__ import annotations
 

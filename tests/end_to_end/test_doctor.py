@@ -1,4 +1,4 @@
-"""`doctor` on this machine alone, and how it judges what hosts may tell. tests/cluster asks real hosts."""
+"""`doctor` on this machine alone, and how it judges the answers of hosts. tests/cluster asks real hosts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_clocks_are_compared_with_each_other() -> None:
     (apart,) = judge_clocks({A: -3.0, B: 4.5})
-    assert (apart.level, apart.message) == ("WARN", "b is 7.5 s ahead of a; set them by NTP")
+    assert (apart.level, apart.message) == ("WARN", "b is 7.5 s ahead of a; synchronize them with NTP")
     assert [finding.level for finding in judge_clocks({A: 100.0, B: 100.5})] == ["ok"]
 
 

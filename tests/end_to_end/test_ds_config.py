@@ -1,6 +1,6 @@
-"""What users write into a ds_config is honoured, with an effect that can be seen, or refused in one line.
+"""Every setting of a ds_config is honoured, with a visible effect, or refused in one line.
 
-Each case is a run of `train`, in a process of its own that is forked from this one: nothing is imported again."""
+Each case is a run of `train` in a process forked from this one, so that nothing is imported again."""
 
 from __future__ import annotations
 

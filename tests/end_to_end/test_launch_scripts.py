@@ -1,4 +1,4 @@
-"""What lies in launch/ starts the same program everywhere: each file is read, and its commands are run for real."""
+"""The scripts in launch/ start the same program everywhere: each is read, and its commands are really run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written: whatever is in them, they are read, or refused in one line.
+"""Untrusted files: whatever is in them, they are read, or refused in one line.
 
 Each kind is tried with a few seeds; `python -m tests.fuzz` tries as many as there is time for."""
 

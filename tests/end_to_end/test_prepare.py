@@ -1,4 +1,4 @@
-"""`prepare` as users run it: what it writes, what it refuses, and what it leaves behind when it fails."""
+"""`prepare` as users run it: what it writes, what it refuses, and what it leaves when it fails."""
 
 from __future__ import annotations
 

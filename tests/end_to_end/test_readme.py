@@ -1,4 +1,4 @@
-"""What the README tells people to type works, and what it names exists."""
+"""The commands of the README work, and the files that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report page in a real browser: everything is drawn, nothing is asked of the network, no width scrolls."""
+"""The report page in a real browser: everything is drawn, nothing is requested from the network, no width scrolls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TERM, USR1 and Ctrl-C to whatever started a run: it saves, leaves with 75, and no process remains."""
+"""TERM, USR1 and Ctrl-C to the process that started a run: it saves, exits with 75, and no process remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stranger's file holds, and what a model writes, does not act on the terminal of the one who looks at it."""
+"""The content of an untrusted file and the text of a model cannot control the terminal that shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at real runs: the bar, plain logs, figures of resumed runs, samples on every grid, DeepSpeed's monitors."""
+"""Real runs on display: the bar, plain logs, figures of resumed runs, samples on every grid, DeepSpeed's monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The installed package, outside the repository: what a wheel holds is enough for every command."""
+"""The installed package, outside the repository: the wheel is enough for every command."""
 
 from __future__ import annotations
 

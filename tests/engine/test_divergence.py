@@ -1,4 +1,4 @@
-"""A run that has diverged has failed: with an exit code of its own, and with a sound checkpoint left."""
+"""A run that diverges fails with its own exit code, and keeps a valid checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any grid computes what one process computes: through a stage switch, in losses, gradient norms and weights."""
+"""Any grid computes what one process computes: losses, gradient norms and weights, across a stage switch."""
 
 from __future__ import annotations
 

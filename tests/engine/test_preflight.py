@@ -1,4 +1,4 @@
-"""The preflight holds what a step holds: its peak is that of the steps that follow."""
+"""The preflight has the peak memory of the steps that follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank takes its own device before the first collective. No accelerator is here, so a stand-in notes the calls."""
+"""A rank selects its own device before the first collective. Without an accelerator, a stand-in records the calls."""
 
 from __future__ import annotations
 

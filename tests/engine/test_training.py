@@ -1,4 +1,4 @@
-"""Laws of a training step: what a switch keeps, what dropout draws, what a bad gradient may not touch."""
+"""Laws of a training step: what a stage switch keeps, what dropout samples, what a bad gradient must not change."""
 
 from __future__ import annotations
 

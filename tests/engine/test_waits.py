@@ -1,4 +1,4 @@
-"""Between two steps nobody waits for the device but DeepSpeed, which asks whether the gradients are finite."""
+"""Between two steps only DeepSpeed waits for the device, to check that the gradients are finite."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The exported code for transformers stands alone, so it says again what the model says. It is compared part by part:
-where one of the two changes, the part that differs is named."""
+"""The exported code for transformers is standalone and repeats the model's. It is compared part by part, so that a
+failure names the part that differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the reference: there and back again, with the optimizer, and on with the training."""
+"""Checkpoints of the reference: round trips, including the optimizer, and training that continues from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder for transformers gives our ids, and our text back."""
+"""The tokenizer of a folder for transformers encodes and decodes as ours does."""
 
 from __future__ import annotations
 

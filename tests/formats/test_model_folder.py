@@ -1,4 +1,4 @@
-"""A model folder holds a model whole, or is not there."""
+"""A model folder is complete, or does not exist."""
 
 from __future__ import annotations
 

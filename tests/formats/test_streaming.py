@@ -1,5 +1,5 @@
-"""What a conversion holds does not grow with the model's depth or its grid, here of eight tensor-parallel ranks under
-ZeRO 3. Counted is anonymous memory: pages of mapped files are the system's to drop."""
+"""A conversion's memory does not grow with the depth of a model or its grid, here of eight tensor-parallel ranks under
+ZeRO 3. Only anonymous memory counts: the system can drop pages of mapped files."""
 
 from __future__ import annotations
 

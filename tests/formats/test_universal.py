@@ -1,4 +1,4 @@
-"""A universal checkpoint is the model it came from: bit for bit for us, and for a plain engine of DeepSpeed's."""
+"""A universal checkpoint equals its model bit for bit, when read by us and by a plain DeepSpeed engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other hosts get to know lies there in files for the ranks alone, as long as the launch lasts."""
+"""Variables on other hosts are in files that only the ranks can read, and only during the launch."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def test_a_line_that_is_no_variable_is_refused_unseen(
     """The message does not repeat it: it may be a secret."""
     monkeypatch.chdir(tmp_path)
     Path(".deepspeed_env").write_text(f"A=1\n{line}\n")
-    with pytest.raises(UserError, match=r"^\.deepspeed_env, line 2: is no variable; expected NAME=value$"):
+    with pytest.raises(UserError, match=r"^\.deepspeed_env, line 2: not a variable; expected NAME=value$"):
         own_variables()

@@ -1,4 +1,4 @@
-"""Hostfiles as people write them, right and wrong; asking hosts without any."""
+"""Hostfiles, right and wrong, and questions to hosts, without real ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRONG = {
     "no slot": ("node1 slots=0\n", "line 1"),
     "spaces": ("node1 slots = 8\n", "line 1"),
     "something more": ("node1 slots=8 max_slots=9\n", "line 1"),
-    "twice": ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 is there twice"),
+    "twice": ("node1 slots=8\nnode1 slots=8\n", "line 2: duplicate host node1"),
     "empty": ("\n# nothing\n", "names no host"),
 }
 

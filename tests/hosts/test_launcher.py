@@ -1,4 +1,4 @@
-"""Who started a process is told by the environment alone."""
+"""The launcher is detected by the environment alone."""
 
 from __future__ import annotations
 

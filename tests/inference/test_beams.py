@@ -1,4 +1,4 @@
-"""A beam search finds the text with the best mean, and says of it what evaluation says."""
+"""A beam search finds the text with the best mean log-probability, and scores it as evaluation does."""
 
 from __future__ import annotations
 

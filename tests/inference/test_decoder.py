@@ -1,4 +1,4 @@
-"""Every row of a decoder gets what the model gives that row's text alone, walked segment by segment."""
+"""Every row of a decoder gets what the model computes for its text alone, segment by segment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A continuation by plain forward passes is the decoder's greedy one, on any number of tensor ranks."""
+"""A continuation by plain forward passes equals the decoder's greedy one, on any number of tensor-parallel ranks."""
 
 from __future__ import annotations
 

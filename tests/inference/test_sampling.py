@@ -1,4 +1,4 @@
-"""Text is continued with the context that training gave, and spelled as its tokens say."""
+"""Text is continued with the context lengths of training, and decoded as its tokens say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every token is scored once, with the context its protocol promises, and nothing else changes."""
+"""Every token is scored once, with the context that the protocol defines, and nothing else changes."""
 
 from __future__ import annotations
 

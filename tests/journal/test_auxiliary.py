@@ -1,4 +1,4 @@
-"""Further losses of a model are recorded by name, as means over micro-batches and ranks."""
+"""Auxiliary losses of a model are recorded by name, as means over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see of a run: a bar that nothing tears, or plain lines."""
+"""The display of a run: a bar that other output does not break, or plain lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run records: every figure once, in `metrics.jsonl` and, as a function of it, in TensorBoard."""
+"""A run records every figure once, in `metrics.jsonl` and, made from it, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_a_peak_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_sample_cannot_leave_its_code_block(text: str) -> None:
     """As TensorBoard itself renders it."""
-    page = markdown_to_safe_html(f"{code_block(text, '')}\n\ngoes on:\n\n{code_block('the end', '')}")
+    page = markdown_to_safe_html(f"{code_block(text, '')}\n\ncontinues:\n\n{code_block('the end', '')}")
     outside = re.sub(r"<pre><code>.*?</code></pre>", "", page, flags=re.DOTALL)
-    assert outside.split() == ["<p>goes", "on:</p>"]
+    assert outside.split() == ["<p>continues:</p>"]
     assert not set(page) & {"\x02", "\x03", "\x1b", "\r"}

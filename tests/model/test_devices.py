@@ -1,5 +1,5 @@
-"""Forward and backward never wait for the device. Tensors on `meta` have no values, so whoever asks for one, and
-whoever mixes them with tensors of the host, fails."""
+"""Forward and backward never wait for the device. Tensors on `meta` have no values, so code that reads one, or mixes
+them with tensors on the CPU, fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims, judged from made-up figures."""
+"""Claims are judged from made-up figures."""
 
 from __future__ import annotations
 

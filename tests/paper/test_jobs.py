@@ -1,4 +1,4 @@
-"""Commands one after the other: what is said meanwhile."""
+"""Commands that run one after the other, and the progress that they report."""
 
 from __future__ import annotations
 

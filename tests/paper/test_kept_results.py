@@ -1,4 +1,4 @@
-"""The results in docs/results can be traced: from the records kept beside them, every number is made again."""
+"""The results in docs/results are traceable: every number is recomputed from the records next to them."""
 
 from __future__ import annotations
 

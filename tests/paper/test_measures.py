@@ -1,4 +1,4 @@
-"""What is read from the record of a run, beside that of a baseline."""
+"""Measures from the record of a run, and of its baseline."""
 
 from __future__ import annotations
 

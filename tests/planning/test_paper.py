@@ -1,4 +1,4 @@
-"""The paper's own figures, from the planner's formulas."""
+"""The planner's formulas give the paper's own figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's time is made of: the arithmetic that kernels execute, and the messages that nothing hides."""
+"""The parts of a step's time: the arithmetic that kernels execute, and the messages that no computation hides."""
 
 from __future__ import annotations
 

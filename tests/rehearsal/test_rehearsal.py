@@ -1,6 +1,6 @@
 """A rehearsed rank against a real one, and what a rehearsal must find.
 
-Each rehearsal has a process of its own, because it leaves DeepSpeed's global state behind."""
+Each rehearsal runs in its own process, because it changes DeepSpeed's global state."""
 
 from __future__ import annotations
 

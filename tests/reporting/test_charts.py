@@ -1,4 +1,4 @@
-"""What the charts hold of the runs they are made from."""
+"""Charts show the figures of the runs they are made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The colours of runs can be seen on their ground, and told apart by all kinds of eyes."""
+"""The colours of runs are visible on their background, and distinguishable with any colour vision."""
 
 from __future__ import annotations
 

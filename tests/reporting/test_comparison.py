@@ -1,4 +1,4 @@
-"""Numbers made by hand: when a run was as good as another, and what sets runs apart."""
+"""Comparisons, against numbers computed by hand: when a run reached another's loss, and which settings differ."""
 
 from __future__ import annotations
 

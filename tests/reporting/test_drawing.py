@@ -1,4 +1,4 @@
-"""Ticks are round numbers, thin lines keep what stands out, text stays text."""
+"""Ticks are round numbers, thinned lines keep their extremes, and text is escaped."""
 
 from __future__ import annotations
 

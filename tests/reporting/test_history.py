@@ -1,4 +1,4 @@
-"""A run's folder as values: whole, torn, old, and with numbers that are none."""
+"""A run's folder as values: complete, truncated, old, and with values that are not numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that stops is noticed, one that is slow is not; and every rank keeps a log."""
+"""A rank that stops is noticed, a slow one is waited for, and every rank keeps a log."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rank_of_another_host_is_lost_after_15_seconds_of_silence() -> None:
     assert others.pass_time(60, beats=1) == []
     assert others.pass_time(14) == []
     (told,) = others.pass_time(4)
-    assert told.startswith("rank 5 on node-7 (pid 123) gives no sign of life since 18 s")
+    assert told.startswith("rank 5 on node-7 (pid 123) sent no heartbeat for 18 s")
     assert told.endswith("last heard of at step 7, training")
 
 
@@ -90,9 +90,9 @@ def test_a_folder_that_is_not_shared_is_told_once(
     monkeypatch.setattr("megatron_style.supervision.heartbeat.APPEAR_SECONDS", 0.0)
     heartbeat = Heartbeat(tmp_path, rank=0, launch="this launch", watches=[0, 1, 2])
     for _ in range(2):
-        heartbeat._tell_once_what_never_appeared()
+        heartbeat._warn_of_missing_ranks()
     (told,) = capsys.readouterr().err.splitlines()
-    assert "nothing of 2 ranks (first: rank 1): output.path is not shared" in told
+    assert "no record of 2 ranks (first: rank 1): output.path is not shared" in told
 
 
 def body(folder: Path, what: str, whom: int) -> None:
@@ -138,9 +138,9 @@ def ends_in(folder: Path, what: str, whom: int) -> float:
     [
         ("killed", 0, "was killed; last heard of at step 3, training"),
         ("raises", 1, "failed at step 3, training: RunFailed: the disk is full"),
-        pytest.param("hangs", 1, "gives no sign of life since", marks=pytest.mark.sweep),
-        pytest.param("stopped", 1, "gives no sign of life since", marks=pytest.mark.sweep),
-        pytest.param("stopped", 0, "gives no sign of life since", marks=pytest.mark.sweep),
+        pytest.param("hangs", 1, "sent no heartbeat for", marks=pytest.mark.sweep),
+        pytest.param("stopped", 1, "sent no heartbeat for", marks=pytest.mark.sweep),
+        pytest.param("stopped", 0, "sent no heartbeat for", marks=pytest.mark.sweep),
         pytest.param("raises", 0, "failed at step 3, training: RunFailed: the disk is full", marks=pytest.mark.sweep),
         pytest.param("killed", 2, "was killed; last heard of at step 3, training", marks=pytest.mark.sweep),
     ],

@@ -1,4 +1,4 @@
-"""When a supervisor starts a run again and when not, on launches that only pretend to train."""
+"""When a supervisor restarts a run and when it does not, with launches that only pretend to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run recorded, and that TensorBoard shows exactly this."""
+"""Read the record of a run, and check that TensorBoard shows exactly this."""
 
 from __future__ import annotations
 

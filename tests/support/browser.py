@@ -1,4 +1,4 @@
-"""A real browser without a window, spoken to over a pipe in its debugging protocol."""
+"""A real headless browser, driven over a pipe in its debugging protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 )
-_PATIENCE = 120.0  # seconds; a busy machine starts a browser slowly
+_PATIENCE = 120.0  # seconds; a browser starts slowly on a busy machine
 
 
 def find_browser() -> str | None:
@@ -27,10 +27,13 @@ def find_browser() -> str | None:
 
 
 class Tab:
-    """One page. What it complains about, and every address it asks for, is kept."""
+    """One page. Its errors and every address it requests are kept."""
 
     def __init__(self, write_to: int, read_from: int) -> None:
-        self._write_to, self._read_from, self._rest, self._last = write_to, read_from, b"", 0
+        self._write_to = write_to
+        self._read_from = read_from
+        self._rest = b""
+        self._last = 0
         self._session: str | None = None
         self.complaints: list[str] = []
         self.addresses: list[str] = []
@@ -53,13 +56,13 @@ class Tab:
             time.sleep(0.05)
 
     def ask(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def picture(self, path: Path) -> None:
-        """All of the page, from top to bottom."""
+        """Save a screenshot of the entire page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
@@ -103,8 +106,8 @@ class Tab:
 
 @contextmanager
 def open_tab(program: str, profile: Path) -> Iterator[Tab]:
-    """The browser reads commands from its file 3 and answers on its file 4; a shell puts our pipes there
-    (bash, for dash knows no file above 9)."""
+    """Start a browser and yield a tab. It reads commands from file descriptor 3 and answers on 4; a shell connects our
+    pipes (bash, because dash supports no descriptor above 9)."""
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
     shell = f'exec "$0" {_FLAGS} --user-data-dir="$1" 3<&{to_read} 4>&{from_write}'
@@ -117,7 +120,7 @@ def open_tab(program: str, profile: Path) -> Iterator[Tab]:
     try:
         yield Tab(to_write, from_read).attach()
     finally:
-        os.close(to_write)  # the browser leaves when nobody speaks to it any more
+        os.close(to_write)  # the browser ends when its pipe is closed
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Texts that a small model writes, and models that write something worth comparing."""
+"""Continuations by small models, and models whose continuations are worth comparing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def continuation(
 
 
 def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> Shortformer:
-    """With larger weights than a training begins with, which would repeat the last token for ever."""
+    """Return a model with larger weights than initial ones, with which it would repeat the last token for ever."""
     model = tiny_model(config)
     initialise(model, seed, Axis())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Small models as folders for transformers, and what this project computes with them."""
+"""Small models as folders for transformers, and the results of this project's own code for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ VARIANTS = [
     for positions in ("infused", "added")
     for cache in (True, False)
 ]
-EOS, PROMPT = 2, [5, 9, 30]
+EOS = 2
+PROMPT = [5, 9, 30]
 LINES = ["the cat sat on the mat", "the dog sat  on the log", "straße 猫 \t\x85 <unk> </s>"]
 TEXTS = [
     "the cat\nsat",
@@ -75,14 +76,15 @@ def random_ids(length: int, seed: int = 0) -> list[int]:
 
 
 def our_model(config: ModelFolderConfig) -> Shortformer:
-    """As the export holds it: weights of float32, computed with in float64."""
+    """Return the model of an export: its weights are float32 numbers, and it computes in float64."""
     return tiny_model(config, torch.float32).double()
 
 
 @torch.no_grad()
 def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
     model = our_model(config)
-    cache, parts = model.empty_memory(1, config.cache_length), []
+    cache = model.empty_memory(1, config.cache_length)
+    parts = []
     for segment in torch.tensor([ids]).split(config.segment_length, 1):
         features, cache = model.features(segment, cache)
         parts.append(model.vocabulary.log_probs(features[0]))
@@ -105,5 +107,6 @@ def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
         gap = ids.shape[1] - len(text)
         place = slice(gap, None) if side == "left" else slice(0, len(text))
         mask[row] = 0
-        ids[row, place], mask[row, place] = torch.tensor(text), 1
+        ids[row, place] = torch.tensor(text)
+        mask[row, place] = 1
     return ids, mask

@@ -1,7 +1,7 @@
-"""Every kind of file that a stranger may write, with what damages it and what reads it.
+"""Every kind of untrusted file, with functions that damage and read it.
 
 A target is a line in `TARGETS`: a function that writes sound files into a folder and returns how to damage and read
-them. The suite runs each for a few seeds, `python -m tests.fuzz` for as long as it is told."""
+them. The suite runs each for a few seeds, `python -m tests.fuzz` for as long as asked."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Target:
-    """Sound files in a folder. `mutate` writes them anew and damages one, which it returns; `read` is given that one,
-    and reads it with what belongs to it, as the commands do."""
+    """Valid files in a folder. `mutate` rewrites them, damages one and returns it; `read` reads that file and the ones
+    that belong to it, as the commands do."""
 
     files: tuple[Path, ...]
     mutate: Callable[[random.Random], Path]
@@ -87,7 +87,7 @@ def attempt(target: Target, seed: int) -> str | None:
     except (UserError, Damaged) as error:
         refusal = str(error)
         assert refusal.strip(), "an empty refusal"
-        assert refusal.isprintable(), f"a refusal that acts on a terminal: {refusal!r}"
+        assert refusal.isprintable(), f"a refusal with control characters: {refusal!r}"
         assert len(refusal) < 5000, f"a refusal of {len(refusal)} characters"
         return refusal
     return None
@@ -101,8 +101,8 @@ def _target(
     seal: Callable[[Path], object] = lambda file: None,
     mutations: Mapping[str, Sequence[Mutation]] | None = None,
 ) -> Target:
-    """Make a target of the files that lie in the folder now; those of the patterns are damaged. `seal` makes digests
-    agree with what was damaged, so that more is looked at than digests; `mutations` are those of some suffixes."""
+    """Make a target of the files in the folder now; those that match a pattern are damaged. `seal` makes the digests
+    match the damage, so that more than the digests is tested; `mutations` replace those of some suffixes."""
     sound = {folder / name: held for name, held in content(folder).items() if (folder / name).is_file()}
     files = tuple(sorted(file for file in sound if any(file.match(pattern) for pattern in patterns)))
     marker = folder.with_name(f"{folder.name}.executed")
@@ -130,7 +130,7 @@ def _target(
 
 
 def _use(path: Path) -> None:
-    """Read a model with all that it has, as an export does."""
+    """Read a model with everything that belongs to it, as an export does."""
     source = open_model(path)
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         output = Path(place) / "model"
@@ -165,7 +165,7 @@ def run_file(folder: Path) -> Target:
 
 
 def ds_config(folder: Path) -> Target:
-    """Make copies of the project's own, but for the one that a CPU cannot serve."""
+    """Copy the project's own ds_configs, except the one that needs a GPU."""
     for path in (ROOT / "ds_configs").glob("*.json"):
         if "_fp16" not in path.name:
             shutil.copy(path, folder)
@@ -211,7 +211,7 @@ def resumption(folder: Path) -> Target:
     run = make_run(folder, steps=2 * STEPS)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # DeepSpeed reads these
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    with distributed_session(tensor=1) as topology:  # of a group that was there before, which it leaves open
+    with distributed_session(tensor=1) as topology:  # it leaves a group open that existed before
         assert topology.is_first
     schedule = StageSchedule(run, corpus_tokens=1200, data_parallel=1)
     engine = build_engine(run, schedule, VOCAB_SIZE, topology)
@@ -261,7 +261,7 @@ def tokenizer(folder: Path) -> Target:
 
 
 def metrics(folder: Path) -> Target:
-    """Make a record: a report names the line that is wrong, a start continues with what can be read."""
+    """Make a record: a report names the line that is wrong, a resumed run uses what can be read."""
     for name in ("run.yaml", "metrics.jsonl"):
         (folder / name).write_bytes(_trained(1)[f"run/{name}"])
 
@@ -277,7 +277,7 @@ def metrics(folder: Path) -> Target:
 
 
 def records(folder: Path) -> Target:
-    """Make what a launch that was killed leaves in a run's folder."""
+    """Make the files that a killed launch leaves in a run's folder."""
     (folder / "ranks").mkdir()
     me = vars(this_process())
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Trials of a fuzz target in a process of their own: a hang, a crash or a memory bomb ends that process only."""
+"""Run the trials of a fuzz target in a separate process: a hang, a crash or a memory bomb ends only that process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.fuzz_targets import TARGETS, Target, attempt
 HANG_SECONDS = 10.0
 READY_SECONDS = 300.0  # to write the sound files, for which some targets train a model
 MOST_GROWTH = 2**30
-LIMIT_GROWTH = 8 * 2**30  # of addresses: beyond it an allocation fails, before the machine suffers
+LIMIT_GROWTH = 8 * 2**30  # of the address space: larger allocations fail before the machine suffers
 
 
 @dataclass
 class Found:
-    """What the trials of one target came to."""
+    """The outcomes of the trials of one target."""
 
     trials: int = 0
     reads: int = 0
@@ -43,7 +43,7 @@ class Found:
 
 
 def fuzz(name: str, *, first: int = 0, trials: int | None = None, seconds: float | None = None) -> Found:
-    """Try seeds from the first on: a number of them, or for some time. A process that failed is followed by another."""
+    """Try seeds from the first on: a number of them, or for some time. A process that fails is replaced."""
     found = Found()
     last = None if trials is None else first + trials
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -56,14 +56,15 @@ def fuzz(name: str, *, first: int = 0, trials: int | None = None, seconds: float
 def _outcomes(name: str, first: int, last: int | None, deadline: float | None) -> Iterator[tuple[int, str, str]]:
     """Yield seed, outcome and detail of each trial, until the process is done or had to be ended."""
     context = get_context("fork")
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, name, first, last, deadline))
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(writer, name, first, last, deadline))
     process.start()
-    theirs.close()
-    patience, seed = READY_SECONDS, None
+    writer.close()
+    patience = READY_SECONDS
+    seed = None
     try:
-        while mine.poll(patience):
-            seed, outcome, detail = mine.recv()
+        while reader.poll(patience):
+            seed, outcome, detail = reader.recv()
             patience = HANG_SECONDS
             if outcome == "unready":
                 raise RuntimeError(f"{name}: sound files could not be made and read\n{detail}")
@@ -78,7 +79,7 @@ def _outcomes(name: str, first: int, last: int | None, deadline: float | None) -
     finally:
         process.kill()
         process.join()
-        mine.close()
+        reader.close()
 
 
 def _child(pipe: Connection, name: str, first: int, last: int | None, deadline: float | None) -> None:
@@ -91,7 +92,7 @@ def _child(pipe: Connection, name: str, first: int, last: int | None, deadline: 
         try:
             target = TARGETS[name](folder)
             for file in {file.name: file for file in target.files}.values():
-                target.read(file)  # in addition, this imports what is imported late
+                target.read(file)  # this also triggers late imports
         except BaseException:
             pipe.send((first, "unready", traceback.format_exc()))
             return
@@ -106,7 +107,8 @@ def _try_seeds(pipe: Connection, target: Target, first: int, last: int | None, d
         outcome, detail = _try(target, seed)
         grown = _peak_bytes() - before
         if grown > MOST_GROWTH:
-            outcome, detail = "failed", f"took {grown / 2**30:.1f} GiB of memory\n{detail}"
+            outcome = "failed"
+            detail = f"took {grown / 2**30:.1f} GiB of memory\n{detail}"
         pipe.send((seed, outcome, detail))
         is_last = seed + 1 == last or (deadline is not None and time.monotonic() >= deadline)
         if grown > MOST_GROWTH or is_last:

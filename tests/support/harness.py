@@ -1,6 +1,6 @@
-"""Run by `python -I`: what the language model evaluation harness finds in a folder for transformers.
+"""Score texts with the language model evaluation harness on a folder for transformers; run by `python -I`.
 
-Arguments: a JSON file with what to do, and where to put the results."""
+Arguments: a JSON file with the task, and the path of the results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lm_eval.models.huggingface import HFLM
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     model = HFLM(pretrained=task["folder"], trust_remote_code=True, device="cpu", batch_size=3)
-    whole = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in task["texts"]]
-    behind = [Instance("loglikelihood", {}, tuple(pair), 0) for pair in task["pairs"]]
+    rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in task["texts"]]
+    continuations = [Instance("loglikelihood", {}, tuple(pair), 0) for pair in task["pairs"]]
     found = {
-        "texts": model.loglikelihood_rolling(whole),
-        "pairs": [likelihood for likelihood, _ in model.loglikelihood(behind)],
+        "texts": model.loglikelihood_rolling(rolling),
+        "pairs": [likelihood for likelihood, _ in model.loglikelihood(continuations)],
     }
     Path(sys.argv[2]).write_text(json.dumps(found))
 

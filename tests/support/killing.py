@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, and damage that is done to their checkpoints before they are resumed."""
+"""Kill runs at random moments, and damage their checkpoints before they are resumed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Killed:
 
     @property
     def resumed_at(self) -> int | None:
-        """Return the step at which it resumed, if it came so far."""
+        """Return the step at which it resumed, if it got that far."""
         found = re.search(r"resuming at step (\d+) ", self.log)
         return int(found[1]) if found else None
 
 
 def run_and_kill(run: RunConfig, world: int, place: Path, rng: random.Random, seconds: float) -> Killed:
-    """Start the run, and kill one rank or all: at some moment of an undisturbed run's `seconds`, or in mid-save."""
+    """Start the run, and kill one rank or all: at a random moment of an undisturbed run's `seconds`, or in a save."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     driver = multiprocessing.get_context("fork").Process(target=_killable, args=(run, world, place))
@@ -79,7 +79,7 @@ def _write_pid_and_train(run: RunConfig, place: Path) -> None:
 
 
 def complete_steps(checkpoints: Path) -> list[int]:
-    """Return the steps of the checkpoints that are complete and what their names say, the newest first."""
+    """Return the steps of the checkpoints that are complete and of the step in their name, the newest first."""
     steps = []
     for folder in checkpoints.glob("global_step*"):
         with suppress(Damaged):
@@ -92,7 +92,7 @@ def complete_steps(checkpoints: Path) -> list[int]:
 
 
 def damage_newest(how: str, checkpoints: Path, rng: random.Random) -> bool:
-    """Do one kind of damage; false if it would leave no complete checkpoint, or there is none."""
+    """Do one kind of damage and return True, unless that would leave no complete checkpoint."""
     steps = complete_steps(checkpoints)
     if len(steps) <= SPOILT[how]:
         return False
@@ -113,7 +113,7 @@ def _delete_manifest(_: Path, complete: list[Path], rng: random.Random) -> None:
 
 
 def _leave_partial(checkpoints: Path, complete: list[Path], rng: random.Random) -> None:
-    """Leave a checkpoint that was never renamed, as of a save that was killed: it must not be taken for complete."""
+    """Leave a checkpoint that was never renamed, as a killed save does: it must not be taken for complete."""
     step = int(complete[0].name.removeprefix("global_step"))
     aside = checkpoints / f"global_step{step + rng.randrange(2)}.partial"
     shutil.rmtree(aside, ignore_errors=True)

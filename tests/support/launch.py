@@ -1,4 +1,4 @@
-"""Commands in processes of their own, alone or under a launcher."""
+"""Run commands in separate processes, alone or under a launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLURM = {
 
 
 def launch(command: str, *argv: object, processes: int | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m megatron_style.COMMAND`, or under the deepspeed launcher where a number of processes is given."""
+    """Run `python -m megatron_style.COMMAND`, under the deepspeed launcher if a number of processes is given."""
     words: list[object] = [sys.executable]
     if processes is not None:
         deepspeed = Path(sys.executable).with_name("deepspeed")
@@ -40,7 +40,7 @@ def plain_environment(**more: object) -> dict[str, str]:
 
 
 def script_environment(**more: object) -> dict[str, str]:
-    """Return that of a launch script. The stand-ins for Slurm come last in the path: a real one goes before them."""
+    """Return the environment of a launch script. The Slurm stand-ins come last in PATH, after a real Slurm."""
     plain = plain_environment(OMPI_ALLOW_RUN_AS_ROOT=1, OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, MASTER_PORT=free_port())
     plain["PATH"] += f":{ROOT / 'tests' / 'support' / 'slurm'}"
     return plain | {name: str(value) for name, value in more.items()}

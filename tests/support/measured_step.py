@@ -1,4 +1,4 @@
-"""What a real step of a real run holds in memory, rank by rank, counted storage by storage."""
+"""Measure the memory of a real step, rank by rank, by counting storages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megatron_style.train import accumulate_gradients
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on one rank."""
+    """The bytes on one rank."""
 
     states: int  # weights, gradients and optimizer, between two micro-batches
-    activations: int  # the peak of a micro-batch, above what was there before it; the cache it makes not counted
-    total: int  # the peak of a whole step
+    activations: int  # the peak of a micro-batch above the bytes before it, without the cache it returns
+    total: int  # the peak of a complete step
 
 
 def measure_step(world: int, run: RunConfig, *, rank: int = 0) -> Measured:
@@ -43,7 +43,7 @@ def _measure(run: RunConfig) -> Measured:
         schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         caches: tuple[Memory, ...] = ()
-        for step in range(3):  # in the first ones, caches fill and optimizer states are made
+        for step in range(3):  # the first ones fill the caches and create the optimizer states
             live.mark()
             _, caches = accumulate_gradients(engine, corpus, schedule.plan(step), caches, topology, run.seed)
             engine.update(0.1)
@@ -56,12 +56,13 @@ def _measure(run: RunConfig) -> Measured:
 def _micro_batches(
     live: LiveBytes, engine: TrainingEngine, corpus: Corpus, plan: StepPlan, cache: Memory, topology: Topology
 ) -> tuple[int, int]:
-    """What is alive before, and the most above it, of a micro-batch that meets the gradients of the one before."""
+    """Return the bytes alive before a micro-batch that adds to existing gradients, and its peak above them."""
     batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)
-    inputs, targets = (torch.from_numpy(array) for array in (batch.inputs, batch.targets))
+    inputs = torch.from_numpy(batch.inputs)
+    targets = torch.from_numpy(batch.targets)
     base = made = 0
     for is_last in (False, True):
-        gc.collect()  # what only a cycle holds is not part of the state
+        gc.collect()  # garbage in reference cycles is not part of the state
         base = live.mark()
         nll, following, *_ = engine.forward(inputs, targets, cache, Noise(1))
         made = bytes_of(following.layers)

@@ -1,4 +1,4 @@
-"""Damage to the content of files: bytes of any kind, and values of the kinds that have a structure.
+"""Damage the content of files: the bytes of any kind, and the values of structured kinds.
 
 A mutation is a function of the content and a random generator, so a seed reproduces it."""
 
@@ -75,7 +75,7 @@ def in_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def in_sealed_json(content: bytes, rng: random.Random) -> bytes:
-    """Return the first line changed, which is JSON; the digest in the second is somebody else's business."""
+    """Return the first line changed, which is JSON; the digest in the second is left to the caller."""
     return as_json(changed(json.loads(content.split(b"\n")[0]), rng), rng)
 
 
@@ -86,7 +86,7 @@ def in_json_lines(content: bytes, rng: random.Random) -> bytes:
 
 
 def as_json(data: Any, rng: random.Random) -> bytes:
-    """Return the data as JSON, once in a while with what no writer of JSON would write."""
+    """Return the data as JSON, occasionally with text that no JSON writer would produce."""
     text = json.dumps(data)
     match rng.randrange(30):
         case 0:
@@ -116,18 +116,19 @@ def in_index(content: bytes, rng: random.Random) -> bytes:
 
 
 def in_safetensors(content: bytes, rng: random.Random) -> bytes:
-    """Return the tensors with another header; its length agrees, or is odd too."""
+    """Return the tensors with a changed header, whose length is right or odd too."""
     size = int.from_bytes(content[:8], "little")
     header = as_json(changed(json.loads(content[8 : 8 + size]), rng), rng)
-    told = len(header) if rng.random() < 0.9 else rng.choice([0, 1, 2**31, 2**63, 2**64 - 1])
-    return told.to_bytes(8, "little") + header + content[8 + size :]
+    length = len(header) if rng.random() < 0.9 else rng.choice([0, 1, 2**31, 2**63, 2**64 - 1])
+    return length.to_bytes(8, "little") + header + content[8 + size :]
 
 
 def in_archive(content: bytes, rng: random.Random) -> bytes:
-    """Return a .pt file whose members are damaged, exchanged, doubled, compressed or gone; the archive is sound."""
+    """Return a .pt file whose members are damaged, swapped, duplicated, compressed or missing; the archive is valid."""
     members = _members(content)
     name = rng.choice(list(members))
-    kind, repeated = zipfile.ZIP_STORED, []
+    kind = zipfile.ZIP_STORED
+    repeated = []
     match rng.randrange(7):
         case 0:
             del members[name]
@@ -146,7 +147,7 @@ def in_archive(content: bytes, rng: random.Random) -> bytes:
 
 
 def in_state(content: bytes, rng: random.Random) -> bytes:
-    """Return a .pt file whose nested values are changed, and are tensors of an odd kind in places."""
+    """Return a .pt file whose nested values are changed, some into tensors of an odd kind."""
     return _saved(changed(copy.deepcopy(_state(content)), rng, odd=[*ODD, argparse.Namespace(a=1)]))
 
 
@@ -175,10 +176,11 @@ def poisoned(marker: Path) -> Mutation:
 
 
 class Payload:
-    """What a stranger may have pickled: a call that creates a file."""
+    """A malicious pickle: a call that creates a file."""
 
     def __init__(self, marker: Path, how: str) -> None:
-        self._marker, self._how = str(marker), how
+        self._marker = str(marker)
+        self._how = how
 
     def __reduce__(self) -> tuple[Any, ...]:
         match self._how:
@@ -224,7 +226,7 @@ def _odd_tensor(tensor: Tensor, rng: random.Random) -> Tensor:
         lambda: tensor.reshape(-1),
         lambda: tensor.unsqueeze(0),
         lambda: one.expand(tensor.shape),
-        lambda: one.expand(2**36),  # a few bytes that stand for 256 GiB
+        lambda: one.expand(2**36),  # a few bytes that claim to be 256 GiB
         lambda: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else one,
         lambda: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
     )
@@ -232,7 +234,7 @@ def _odd_tensor(tensor: Tensor, rng: random.Random) -> Tensor:
 
 
 def _paths(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the way to every value inside nested data, the data itself first."""
+    """Return the path of every value inside nested data, beginning with the data itself."""
     fields = _fields(data)
     children = fields.items() if isinstance(fields, dict) else enumerate(fields)
     inner = (_paths(value, (*here, key)) for key, value in children)
@@ -240,7 +242,7 @@ def _paths(data: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def _fields(data: Any) -> Any:
-    """Return what of a value can be changed."""
+    """Return the container whose items can be changed, if the value has one."""
     if isinstance(data, dict | list):
         return data
     return vars(data) if isinstance(data, argparse.Namespace) else []
@@ -254,7 +256,7 @@ def _holder(data: Any, path: tuple[Any, ...]) -> Any:
 
 @cache
 def _state(content: bytes) -> Any:
-    """Return what one of our own .pt files holds; it is unpickled as it is."""
+    """Return the content of one of our own .pt files, which is unpickled without restrictions."""
     return torch.load(io.BytesIO(content), weights_only=False)
 
 

@@ -1,4 +1,4 @@
-"""What processes show to others while they run: command lines, and the sockets that they listen on."""
+"""Observe what running processes expose: command lines, and the sockets that they listen on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ RANK_VARIABLES = {"RANK", "OMPI_COMM_WORLD_RANK"}
 
 @dataclass
 class Observed:
-    """What was seen of a process and all below it, from its start to its end."""
+    """The output and the listening sockets of a process and its descendants."""
 
     told: str = ""  # standard output and standard error
     listening: dict[str, set[str]] = field(default_factory=dict)  # addresses, by the program's name
 
 
 def listening_while(command: list[str], environment: dict[str, str], folder: Path) -> Observed:
-    """Run the command to its end, and look often enough to see every socket that lives for a second."""
+    """Run the command to its end, polling often enough to see every socket that is open for a second."""
     seen = Observed()
     with (folder / "told").open("w+") as told:
         process = subprocess.Popen(command, env=environment, stdout=told, stderr=told)
@@ -47,7 +47,7 @@ def _note_sockets(top: psutil.Process, seen: Observed) -> None:
 
 
 def shown_to_everybody() -> list[str]:
-    """Return the command line of every process of this machine, also of those in other namespaces."""
+    """Return the command line of every process of this machine, including those in other namespaces."""
     return [text for path in Path("/proc").glob("[0-9]*/cmdline") if (text := _text(path))]
 
 

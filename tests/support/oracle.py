@@ -1,4 +1,4 @@
-"""Recorded outputs of the reference implementation, where they are at hand.
+"""Recorded outputs of the reference implementation, where they are available.
 
 CPUs round float32 `exp` differently, and so the rates of the sinusoids. Tests against recorded outputs therefore use
 the recorded positions: `reference_model` loads the table into the model; commands and exported code, which make a table
@@ -31,9 +31,9 @@ from megatron_style.model.vocabulary import AdaptiveVocabulary
 Test = TypeVar("Test", bound=Callable[..., Any])
 ORACLE = Path(__file__).resolve().parents[2].parent / "shared" / "oracle"
 oracle_is_here = pytest.mark.skipif(
-    not ORACLE.is_dir(), reason="the reference's recorded outputs (shared/oracle beside this checkout) are absent"
+    not ORACLE.is_dir(), reason="the reference's recorded outputs (shared/oracle next to this checkout) are absent"
 )
-IGNORED_TAIL_WORDS = (1001, 4001)  # the reference's training loss forgets the tail term of these two
+IGNORED_TAIL_WORDS = (1001, 4001)  # the reference's training loss omits the tail term of these two
 _exp = torch.exp
 
 
@@ -124,7 +124,7 @@ def _stacked(array: NDArray[np.int64], rows: list[slice]) -> Tensor:
 
 
 def reference_loss(model: Shortformer, ids: Tensor, targets: Tensor, cache: Memory) -> tuple[Tensor, Memory]:
-    """Return the sum over the batch without the two tail terms that the reference forgets."""
+    """Return the sum over the batch without the two tail terms that the reference omits."""
     nll, next_cache, *_ = model(ids, targets, cache)
     vocabulary = model.vocabulary
     if not isinstance(vocabulary, AdaptiveVocabulary):

@@ -1,6 +1,6 @@
-"""Run by `python -I` in a place where this project cannot be imported: what folders for transformers give there.
+"""Use folders for transformers where this project cannot be imported; run by `python -I`.
 
-Arguments: a JSON file with what to do, and where to put the results."""
+Arguments: a JSON file with the task, and the path of the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed or moved and then resumed, and what they are compared by."""
+"""Runs that are stopped, killed or moved and then resumed, and functions that compare them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UPDATE = 192  # tokens over all data-parallel ranks; the corpus of 1200 is six u
 
 
 class HaltAfter:
-    """In place of StopRequest: asks to stop after so many steps."""
+    """Replaces StopRequest and asks to stop after N steps."""
 
     def __init__(self, steps: int) -> None:
         self._left = steps
@@ -50,7 +50,7 @@ def make_run(
     half: bool = False,
     **more: Any,
 ) -> RunConfig:
-    """Two stages of equal length, the switch in mid-epoch."""
+    """Return a run of two stages of equal length that switches in mid-epoch."""
     base = tiny_run().model.as_data() | {"dropout": DROPOUT if dropout else {}}
     output = {"path": str(folder / name), "log_every": 1, "save_every": 5}
     output |= {"evaluate_every": 10, "evaluate_tokens": 100, "sample_tokens": 5}
@@ -105,27 +105,32 @@ def final_state(run: RunConfig) -> dict[str, dict[str, torch.Tensor]]:
     return {name: reader.read(name) for name in manifest.parameters}
 
 
+def exported_weights(run: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(run.output.path / "model" / "model.safetensors")
+
+
 def expect_bitwise(run: RunConfig, expected: RunConfig) -> None:
     for kind in ("train", "valid", "sample", "stage", "stage_end"):
         assert metrics(run, kind) == metrics(expected, kind)
-    mine, theirs = final_state(run), final_state(expected)
-    for name, tensors in theirs.items():
+    state = final_state(run)
+    for name, tensors in final_state(expected).items():
         for key, value in tensors.items():
-            assert torch.equal(mine[name][key], value), (name, key)
-    ours, others = (load_file(r.output.path / "model" / "model.safetensors") for r in (run, expected))
-    assert all(torch.equal(ours[name], others[name]) for name in others)
+            assert torch.equal(state[name][key], value), (name, key)
+    weights = exported_weights(run)
+    for name, weight in exported_weights(expected).items():
+        assert torch.equal(weights[name], weight), name
 
 
 def expect_close(run: RunConfig, expected: RunConfig, *, half: bool = False) -> None:
-    """In bf16 a grid differs from another by that precision's own rounding: 8 bits of a number."""
+    """Compare two runs on different grids. In bf16 they differ by its rounding: numbers have 8 bits."""
     loose = {"loss": 2**-8, "grad_norm": 2**-4} if half else {}
     for key in ("step", "tokens", "loss", "grad_norm", "learning_rate"):
-        mine = [event[key] for event in metrics(run)]
-        theirs = [event[key] for event in metrics(expected)]
-        np.testing.assert_allclose(mine, theirs, rtol=loose.get(key, 1e-5), err_msg=key)
-    ours, others = (load_file(each.output.path / "model" / "model.safetensors") for each in (run, expected))
-    for name, value in others.items():
-        np.testing.assert_allclose(ours[name], value, atol=0.05 if half else 1e-5, err_msg=name)
+        found = [event[key] for event in metrics(run)]
+        wanted = [event[key] for event in metrics(expected)]
+        np.testing.assert_allclose(found, wanted, rtol=loose.get(key, 1e-5), err_msg=key)
+    weights = exported_weights(run)
+    for name, weight in exported_weights(expected).items():
+        np.testing.assert_allclose(weights[name], weight, atol=0.05 if half else 1e-5, err_msg=name)
 
 
 def damage(path: Path, how: str) -> None:

@@ -1,4 +1,4 @@
-"""What somebody sees who looks at a terminal: just as much of one as a progress bar needs."""
+"""A minimal terminal emulator, which knows what a progress bar needs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tests.support.launch import ROOT, plain_environment
 
 class Screen:
     def __init__(self) -> None:
-        self.lines: list[str] = []  # that will not change any more
+        self.lines: list[str] = []  # those that can no longer change
         self.last = ""
-        self.seen: list[str] = []  # every state of the last line that was there for a while
+        self.seen: list[str] = []  # the states of the last line before it was erased
         self._column = 0
 
     def feed(self, text: str) -> None:
         for part in re.findall(r"\x1b\[2K|\x1b.|\r\n|\r|\n|[^\x1b\r\n]+", text):
             if part in ("\n", "\r\n"):
                 self.lines.append(self.last)
-                self.last, self._column = "", 0
+                self.last = ""
+                self._column = 0
             elif part == "\r":
                 self._column = 0
             elif part == "\x1b[2K":
@@ -38,7 +39,7 @@ class Screen:
 
 
 def on_a_terminal(words: Sequence[object], columns: int) -> str:
-    """Return everything that a command writes to a terminal of its own."""
+    """Run a command in its own terminal and return everything it writes."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     command = list(map(str, words))
@@ -49,7 +50,7 @@ def on_a_terminal(words: Sequence[object], columns: int) -> str:
     try:
         while part := os.read(ours, 65536):
             written += part
-    except OSError:  # Linux says so when the last one has closed it
+    except OSError:  # Linux raises this when the other end is closed
         pass
     os.close(ours)
     assert process.wait() == 0, written.decode()

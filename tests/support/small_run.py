@@ -1,4 +1,4 @@
-"""A run of four steps as files on disk, for whatever starts `train` from outside."""
+"""A run of four steps as files on disk, for tests that start `train` as a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAGES = [{"segment_length": 8, "steps": 2}, {"segment_length": 24, "steps": 2}]
 
 
 def write_small_run(folder: Path, *, ranks: int, **changes: Any) -> Path:
-    """The same 192 tokens an update for any number of data-parallel ranks: losses can be compared."""
+    """Write a run with 192 tokens per update on any number of data-parallel ranks, so that losses are comparable."""
     folder.mkdir(parents=True, exist_ok=True)
     write_corpus(folder)
     run = tiny_run(
@@ -31,6 +31,6 @@ def write_small_run(folder: Path, *, ranks: int, **changes: Any) -> Path:
 
 
 def losses(folder: Path) -> list[float]:
-    """Of every step, as the run recorded them."""
+    """Return the recorded loss of every step."""
     events = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [event["loss"] for event in events if event["kind"] == "train"]

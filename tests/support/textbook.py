@@ -1,6 +1,6 @@
 """The Shortformer written from the paper in plain loops, one token and one head at a time, in float64.
 
-It shares no code with the package, so that it can say whether the package is right.
+It shares no code with the package, so that it can test it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Weights = dict[str, Array]
 def score_row(
     config: ModelConfig, vocab_size: int, w: Weights, tokens: list[int], L: int, C: int, eos: int
 ) -> list[float]:
-    """-ln p of every token of one row, read in segments of L with a cache of the C tokens before."""
+    """Return -ln p of every token of one row, read in segments of L with a cache of the C tokens before."""
     cached: list[list[Array]] = [[] for _ in range(config.layers)]
     nll = []
     for start in range(0, len(tokens), L):
@@ -32,7 +32,7 @@ def score_row(
 
 
 def position(p: int, size: int) -> Array:
-    """The first token has position 2, the reference's habit."""
+    """Return the sinusoids of a position. The first token has position 2, as in the reference."""
     half = size // 2
     rates = [math.exp(-i * math.log(10000) / (half - 1)) for i in range(half)]
     return np.array([math.sin((p + 2) * r) for r in rates] + [math.cos((p + 2) * r) for r in rates])
@@ -41,9 +41,9 @@ def position(p: int, size: int) -> Array:
 def _decode(
     config: ModelConfig, w: Weights, inputs: list[int], cached: list[list[Array]], C: int
 ) -> tuple[list[Array], list[list[Array]]]:
-    D, infused = config.hidden_size, config.positions == "infused"
+    D = config.hidden_size
     hidden = [_embed(config, w, token) * math.sqrt(D) for token in inputs]
-    if not infused:
+    if config.positions != "infused":
         hidden = [h + position(i, D) for i, h in enumerate(hidden)]
     kept = []
     for layer in range(config.layers):
@@ -61,8 +61,9 @@ def _decode(
 
 
 def _attend(config: ModelConfig, w: Weights, name: str, seen: list[Array], me: int) -> Array:
-    """Token `me` looks at itself and at everything before it; positions count from the oldest cached token."""
-    D, E = config.hidden_size, config.hidden_size // config.heads
+    """Attend from token `me` to itself and all tokens before it; positions count from the oldest cached token."""
+    D = config.hidden_size
+    E = D // config.heads
     pos = [position(j, D) if config.positions == "infused" else np.zeros(D) for j in range(me + 1)]
     query = _linear(seen[me] + pos[me], w, name + "query.")
     out = np.zeros(D)

@@ -1,4 +1,4 @@
-"""Small models as folders and as checkpoints of the reference, and the commands run on them in this process."""
+"""Small models as folders and as checkpoints of the reference, and a way to run commands in this process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def write_model(
 
 
 def fairseq_state(kind: str = "adaptive", **settings: Any) -> dict[str, Any]:
-    """What the reference would have saved for the tiny model."""
+    """Return what the reference would have saved for the tiny model."""
     config = tiny_config(kind)
     weights = weights_of(tiny_model(config, torch.float32))
     theirs = {name: weights[ours] for ours, name in fairseq_names(config.model).items()}
@@ -114,7 +114,8 @@ class Done:
 
 def run_here(main: Callable[[], None], *argv: object) -> Done:
     """Run a command in this process, as if it had been typed."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with patch.object(sys, "argv", ["command", *map(str, argv)]), redirect_stdout(out), redirect_stderr(err):
         try:
             run_command(main)
@@ -124,7 +125,7 @@ def run_here(main: Callable[[], None], *argv: object) -> Done:
 
 
 def expect_refusal(done: Done, *words: object) -> None:
-    """Exit code 2, and one line that says what is wrong."""
+    """Expect exit code 2, and one line that says what is wrong."""
     assert done.code == 2, done
     assert done.out == ""
     assert done.err.startswith("error: ")
@@ -134,5 +135,5 @@ def expect_refusal(done: Done, *words: object) -> None:
 
 
 def content(folder: Path) -> Mapping[str, bytes]:
-    """Every file below a folder; folders have no bytes."""
+    """Return the bytes of every file below a folder by its path; those of folders are empty."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}

@@ -1,4 +1,4 @@
-"""A few steps of a small run on some grid, with everything a law may want to compare."""
+"""Train a small run for a few steps on any grid, and keep everything that a test may compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.train import accumulate_gradients
 
-VOCAB_SIZE = 37  # divides by no number of ranks
+VOCAB_SIZE = 37  # prime, so that no number of ranks divides it
 
 
 @dataclass
@@ -34,7 +34,7 @@ class History:
 
 
 def write_corpus(folder: Path, *, tokens: int = 1200, vocab_size: int = VOCAB_SIZE) -> None:
-    """Random text with some order in it, so that there is something to learn."""
+    """Write random text with some order in it, so that there is something to learn."""
     rng = np.random.default_rng(7)
     stream = rng.integers(0, vocab_size, tokens)
     stream[1::2] = (stream[::2][: len(stream[1::2])] * 3 + 1) % vocab_size
@@ -50,7 +50,7 @@ def write_ds_config(folder: Path, **settings: Any) -> Path:
 
 
 def train_on(world: int, run: RunConfig) -> History:
-    """All steps of the run on `world` ranks; what the first rank saw."""
+    """Run all steps on `world` ranks and return the history of the first."""
     history: History = run_ranks(world, _train, run)[0]
     return history
 

@@ -1,4 +1,4 @@
-"""Folders of runs that were never trained: the record of one, with losses that fall as losses do."""
+"""Write folders of runs that were never trained, whose recorded losses fall as real ones do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WrittenStage:
 @dataclass(frozen=True)
 class WrittenRun:
     stages: Sequence[WrittenStage]
-    floor: float = 2.9  # what the loss falls towards
+    floor: float = 2.9  # the limit of the loss
     log_every: int = 10
     evaluate_every: int = 100
     tokens_per_batch: int = 9216
@@ -45,7 +45,7 @@ LONG = WrittenRun(
 
 
 def write_run(folder: Path, run: WrittenRun = SHORTFORMER, *, without: Sequence[str] = ()) -> Path:
-    """Write the folder; `without` leaves keys out, as runs did that were made before these were recorded."""
+    """Write the folder; `without` leaves out keys that older versions did not record."""
     folder.mkdir(parents=True)
     lines = ({key: value for key, value in event.items() if key not in without} for event in events(run))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -61,7 +61,9 @@ def write_run(folder: Path, run: WrittenRun = SHORTFORMER, *, without: Sequence[
 
 
 def events(run: WrittenRun) -> Iterator[Event]:
-    chance, step, seconds = random.Random(run.seed), 0, 0.0
+    chance = random.Random(run.seed)
+    step = 0
+    seconds = 0.0
     for index, stage in enumerate(run.stages):
         opening = {
             "index": index,
@@ -69,7 +71,8 @@ def events(run: WrittenRun) -> Iterator[Event]:
             "cache_length": stage.segment_length * run.cache,
         }
         yield {"kind": "stage", "step": step + 1, **opening, **totals(run, step, seconds)}
-        begin, first = seconds, step
+        begin = seconds
+        first = step
         for step in range(first + 1, first + stage.steps + 1):
             seconds += run.tokens_per_batch / stage.tokens_per_second * chance.uniform(0.97, 1.05)
             is_last = step == first + stage.steps
