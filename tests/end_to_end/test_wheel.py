@@ -13,13 +13,13 @@ import pytest
 from megatron_style.__main__ import COMMANDS
 from tests.support.launch import ROOT
 
+pytestmark = pytest.mark.slow
 SOURCES = ("megatron_style", "run_configs", "ds_configs", "pyproject.toml", "setup.py", "requirements.txt")
 # In one process, because torch takes seconds to import.
 HELP_OF_ALL = """
 import sys
 from megatron_style.__main__ import COMMANDS, main
 
-pytestmark = pytest.mark.slow
 for name in COMMANDS:
     sys.argv = ["shortformer", name, "--help"]
     try:
