@@ -1,5 +1,6 @@
-"""DeepSpeed, reduced to a few verbs: forward, accumulate, update, save and load. The only folder that trains.
+"""DeepSpeed, reduced to a few verbs: forward, accumulate, update, save and load. The only room that trains.
 
-session: join and leave the grid. build: from a run to an engine. engine: the verbs. zero_layout: where ZeRO keeps each
-parameter. ds_config, optimizer, preflight, memory, requirements, local_ranks. Read engine, then build.
+session: join and leave the grid. build: from a run to an engine. engine: the verbs. zero_layout, counters: where ZeRO
+keeps each parameter, and what DeepSpeed counts. ds_config, optimizer: settings. spikes: losses far above the median.
+preflight, memory, requirements: does it fit? local_ranks: ranks without a launcher. Read engine, then build.
 """

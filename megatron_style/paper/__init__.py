@@ -1,2 +1,6 @@
-"""Measures the paper's tables: an application on top of the other rooms, which runs the commands as processes. No
-torch."""
+"""The paper's tables, measured: an application on top of the other rooms, which runs the commands as processes. No torch.
+
+tables: the paper's twelve, with its figures. measures, claims: what is measured of a run, and what the paper says of it.
+scale, runs, corpus: how large, which run files, which text. experiment, jobs, sharing: what is done already, and doing
+the rest. memory: rows that fit a GPU. page: the results. Read tables, then experiment.
+"""
