@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -112,22 +112,24 @@ KINDS: Mapping[str, type[KnownEvent]] = {
 }
 
 
-def read_events(path: Path) -> list[Event]:
-    """Return all events of a record. A line that is not an event is an error, except for an unfinished last one, which
-    a kill may leave."""
+def read_events(path: Path) -> Iterator[Event]:
+    """Yield all events of a record, one in memory at a time. A line that is not an event is an error, except for an
+    unfinished last one, which a kill may leave."""
     try:
-        content = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.endswith("\n"):
+                    yield _checked_event(line, f"{path}:{number}")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}; the record of a run is expected") from None
-    events = []
-    for number, line in enumerate(content.split("\n")[:-1], start=1):
-        event = parse_event(line)
-        if event is None:
-            raise UserError(
-                f"{path}:{number}: holds {line[:60]!r}; expected an event as a run writes it, with kind and step"
-            )
-        events.append(event)
-    return events
+
+
+def _checked_event(line: str, where: str) -> Event:
+    event = parse_event(line)
+    if event is None:
+        held = line[:60].rstrip("\n")
+        raise UserError(f"{where}: holds {held!r}; expected an event as a run writes it, with kind and step")
+    return event
 
 
 def parse_event(line: str | bytes, *, needs_sound_counts: bool = False) -> Event | None:

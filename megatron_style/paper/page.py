@@ -181,7 +181,7 @@ def _keep(run: Path, target: Path) -> None:
             shutil.copy(run / name, target / name)
     for file in sorted((run / "evaluations").glob("*.json")):
         shutil.copy(file, target / "evaluations" / file.name)
-    lines = "".join(line_of(event) + "\n" for event in thinned(read_events(RunFolder(run).metrics)))
+    lines = "".join(line_of(event) + "\n" for event in thinned(list(read_events(RunFolder(run).metrics))))
     RunFolder(target).metrics.write_text(lines, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -44,7 +44,7 @@ class _Measured(NamedTuple):
     tokens_per_second: float
 
 
-def _measured(events: Sequence[Event], *, stages: int) -> list[_Measured]:
+def _measured(events: Iterable[Event], *, stages: int) -> list[_Measured]:
     """Return what was recorded of speed. Older runs recorded the stage of a step only when it opened."""
     found = []
     index = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
@@ -13,6 +13,7 @@ from megatron_style.base.events import SampleEvent, StageEvent, TrainEvent, Vali
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
+_MOST_TRAINED = 20_000  # steps that are kept of a run: more than a page has pixels
 _LARGEST = 1e200  # what is larger counts as infinite, so that an axis can have room beyond it
 
 
@@ -112,17 +113,60 @@ def read_run(name: str, folder: Path) -> RunHistory:
     for needed in (metrics, run_file):
         if not needed.is_file():
             raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
-    settings = tuple(_flat(read_yaml(run_file)))
-    events = read_events(metrics)
+    stages: list[StageOpening] = []
+    trained = _Thinned(every=-(-_count_lines(metrics) // _MOST_TRAINED))
+    held_out: list[HeldOut] = []
+    samples: list[Sample] = []
+    for event in read_events(metrics):
+        match event:
+            case StageEvent():
+                trained.end_stage()
+                stages.append(_stage(event))
+            case TrainEvent():
+                trained.add(_trained(event))
+            case ValidEvent():
+                held_out.append(_held_out(event))
+            case SampleEvent():
+                samples.append(_sample(event))
+    trained.end_stage()
     return RunHistory(
         name,
         run_file.read_text(encoding="utf-8"),
-        settings,
-        stages=tuple(_stage(event) for event in events if isinstance(event, StageEvent)),
-        trained=tuple(_trained(event) for event in events if isinstance(event, TrainEvent)),
-        held_out=tuple(_held_out(event) for event in events if isinstance(event, ValidEvent)),
-        samples=tuple(_sample(event) for event in events if isinstance(event, SampleEvent)),
+        tuple(_flat(read_yaml(run_file))),
+        stages=tuple(stages),
+        trained=tuple(trained.kept),
+        held_out=tuple(held_out),
+        samples=tuple(samples),
     )
+
+
+class _Thinned:
+    """Every n-th step of a long run and the last one of each stage, with the peak memory since the one before."""
+
+    def __init__(self, every: int) -> None:
+        self.kept: list[Trained] = []
+        self._every = every
+        self._count = 0
+        self._left_out: Trained | None = None  # the newest since the last one that is kept
+
+    def add(self, step: Trained) -> None:
+        if self._left_out is not None:
+            peak = _largest(iter((self._left_out.memory_bytes, step.memory_bytes)))
+            step = replace(step, memory_bytes=peak)
+        self._left_out = step
+        self._count += 1
+        if self._count % self._every == 0:
+            self.end_stage()
+
+    def end_stage(self) -> None:
+        if self._left_out is not None:
+            self.kept.append(self._left_out)
+            self._left_out = None
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return max(1, sum(1 for _ in file))
 
 
 def _place(event: StageEvent | TrainEvent | ValidEvent) -> Place:

@@ -76,7 +76,7 @@ def test_a_bad_line_is_named_by_a_report_and_skipped_by_a_start(tmp_path: Path, 
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{line()}\n{torn}\n{line(step=4)}\n")
     with pytest.raises(UserError, match=r"metrics.jsonl:2: holds .* with kind and step"):
-        read_events(path)
+        list(read_events(path))
     resumed = MetricsFile(path, last_step=4)
     assert list(resumed.events()) == [TrainEvent(step=3), TrainEvent(step=4)]
     resumed.close()
@@ -86,7 +86,7 @@ def test_a_bad_line_is_named_by_a_report_and_skipped_by_a_start(tmp_path: Path, 
 def test_a_run_does_not_resume_from_a_line_with_a_damaged_count(tmp_path: Path, count: object) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f"{line(seconds=2.0)}\n{line(step=4, seconds=count)}\n")
-    assert len(read_events(path)) == 2
+    assert len(list(read_events(path))) == 2
     resumed = MetricsFile(path, last_step=4)
     assert resumed.last == TrainEvent(step=3, seconds=2.0)
     resumed.close()

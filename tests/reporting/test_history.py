@@ -106,3 +106,27 @@ def test_numbers_at_the_end_of_the_range_are_drawn(tmp_path: Path, odd: float) -
         for step, loss in enumerate((2.0, odd, 3.0), start=1)
     ]
     assert "</svg>" in page([read_run("x", write_lines(tmp_path / "x", *events))])
+
+
+def test_a_long_run_is_thinned_and_keeps_its_ends_and_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may have millions of lines; what is shown of it does not grow with them."""
+    monkeypatch.setattr("megatron_style.reporting.history._MOST_TRAINED", 10)
+    opening = {"kind": "stage", "segment_length": 8, "cache_length": 8, "tokens": 0, "seconds": 0.0, "flops": 0}
+    steps = [
+        {
+            "kind": "train",
+            "step": step,
+            "loss": float(step),
+            "tokens": step,
+            "memory_bytes": 99 if step == 41 else step % 7,
+        }
+        for step in range(1, 101)
+    ]
+    events = [opening | {"step": 1}, *steps[:50], opening | {"step": 51}, *steps[50:]]
+    run = read_run("x", write_lines(tmp_path / "x", *events))
+    assert len(run.trained) <= 12
+    kept = [step.at.step for step in run.trained]
+    assert {50, 100} <= set(kept)
+    assert kept == sorted(kept)
+    assert max(step.memory_bytes or 0 for step in run.trained if step.at.step <= 50) == 99
+    assert max(step.memory_bytes or 0 for step in run.trained if step.at.step > 50) == 6
