@@ -37,7 +37,7 @@ from megatron_style.parallel.topology import Axis, Topology
 
 @dataclass(frozen=True)
 class LossShare:
-    """One data-parallel rank's share of a step's losses. They stay on the device, so that nobody waits for a loss that
+    """One data-parallel rank's share of a step's losses. They stay on the device, so that no step waits for a loss that
     is not shown."""
 
     nll: Tensor  # summed over the ranks, it is the mean over all target tokens of the step
