@@ -107,7 +107,7 @@ def test_what_cannot_be_rehearsed_is_told_in_one_line(
 
 
 def test_a_rehearsal_needs_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--rehearse: needs the run" in refusal(["--rehearse", "4"], capsys, monkeypatch)
+    assert "--rehearse: needs a run" in refusal(["--rehearse", "4"], capsys, monkeypatch)
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:

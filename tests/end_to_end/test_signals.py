@@ -18,7 +18,7 @@ from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_en
 from tests.support.small_run import write_small_run
 
 pytestmark = pytest.mark.slow
-TRAIN = ("--set", "stages.1.steps=100000", "--set", "output.log_every=1000")
+TRAIN = ("--set", "stages.1.steps=50000", "--set", "output.log_every=1000")
 SCRIPTS: dict[str, dict[str, str]] = {
     "local.sh": {"PROCESSES": "2"},
     "torchrun.sh": {"PROCESSES": "2"},
@@ -141,7 +141,7 @@ def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_the_second_ctrl_c_without_a_launcher_and_without_a_checkpoint(tmp_path: Path) -> None:
-    with started(tmp_path, "train", "--set", "stages.0.steps=100000") as process:
+    with started(tmp_path, "train", "--set", "stages.0.steps=50000") as process:
         training(tmp_path, process, 1)
         process.send_signal(signal.SIGSTOP)  # so that both arrive before the next step ends
         process.send_signal(signal.SIGINT)
