@@ -141,7 +141,7 @@ def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_the_second_ctrl_c_without_a_launcher_and_without_a_checkpoint(tmp_path: Path) -> None:
-    with started(tmp_path, "train", "--set", "stages.0.steps=50000") as process:
+    with started(tmp_path, "train", "--set", "stages.0.steps=5000") as process:
         training(tmp_path, process, 1)
         process.send_signal(signal.SIGSTOP)  # so that both arrive before the next step ends
         process.send_signal(signal.SIGINT)
