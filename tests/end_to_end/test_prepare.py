@@ -24,6 +24,8 @@ from megatron_style.data.workers import worker_pool
 from megatron_style.prepare import main
 from tests.support.oracle import ORACLE, needs_oracle
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PREPARE = [sys.executable, "-m", "megatron_style.prepare"]
 MPIRUN = Path(sys.executable).with_name("mpirun")

@@ -21,6 +21,8 @@ from megatron_style.inference.held_out import HeldOut, held_out
 from megatron_style.train import train
 from tests.support.resuming import make_run, metrics, on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def train_and_spoil(run: RunConfig, after: int, what: str) -> None:
     """Train; after some backward passes (the preflight has two) the held-out loss or the gradients are not finite."""

@@ -27,6 +27,8 @@ from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
+pytestmark = pytest.mark.slow
+
 
 class Waits(TorchDispatchMode):
     """Counts who asks for the value of a tensor: `item`, `float`, `int`, `bool`, an `if`. With the tensor on a device,

@@ -13,6 +13,8 @@ from megatron_style.formats.transfer import transfer
 from tests.support.resuming import make_run, metrics, on_ranks
 from tests.support.tiny import tiny_config, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 def starting_at(run: RunConfig, start: Path, output: str) -> RunConfig:
     changed = run.as_data()

@@ -40,6 +40,8 @@ from tests.support.resuming import damage, make_run, on_ranks
 from tests.support.tiny import content, expect_refusal, run_here, tiny_config, tiny_dictionary, tiny_model, weights_of
 from tests.support.training import VOCAB_SIZE, write_corpus
 
+pytestmark = pytest.mark.slow
+
 LR = 0.003
 STEPS = 3  # that a checkpoint of these tests has seen
 OPTIMIZERS = {

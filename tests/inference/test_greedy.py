@@ -26,6 +26,8 @@ from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_dictionary, tiny_model
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["adaptive", "tied", "untied"]
 WALKS = [(50, 50), (6, 6), (5, 0), (4, 7)]
 EOS, PROMPT, COUNT = 2, [5, 17, 30, 9, 21, 3, 3], 25

@@ -20,6 +20,8 @@ from megatron_style.model.shortformer import Shortformer
 from tests.support.continuing import EOS, GREEDY, KINDS, PROMPTS, continuation, continuations, model_of_seed
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_dictionary, tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @torch.no_grad()
 def recomputed(model: Shortformer, text: Sequence[int], L: int, C: int) -> Tensor:

@@ -29,6 +29,8 @@ from tests.support.boards import LINES, board, events, expect_points
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE
 
+pytestmark = pytest.mark.slow
+
 STAGES = [{"segment_length": 8, "steps": 9}, {"segment_length": 24, "steps": 7}]
 KEYS = {
     "stage": "index segment_length cache_length rows micro_rows tokens seconds flops flops_per_token opens",

@@ -44,6 +44,7 @@ STRIDES = [("a_sw8", 8), ("a_sw1", 1)]
 PREFIXES = [4000, pytest.param(21_756, marks=pytest.mark.sweep)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpoint", "record", "cache_length", "tolerance"), CASES, ids=[case[1] for case in CASES])
 def test_every_token_is_scored_as_by_the_reference(
     checkpoint: str, record: str, cache_length: int, tolerance: float
@@ -60,6 +61,7 @@ def test_every_token_is_scored_as_by_the_reference(
     assert np.abs(result.nll - nll).max() < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("record", "stride"), STRIDES)
 def test_sliding_windows_score_as_the_references(record: str, stride: int, prefix: int) -> None:

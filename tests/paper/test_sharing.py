@@ -16,6 +16,8 @@ from megatron_style.train import train
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus
 
+pytestmark = pytest.mark.slow
+
 DROPOUT = {"hidden": 0.2, "attention": 0.1, "activation": 0.1, "softmax": 0.1}
 
 

@@ -28,6 +28,8 @@ from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
+pytestmark = pytest.mark.slow
+
 RANKS, MICROS, HIDDEN = 2, 2, 32
 LARGE = 10_000  # bytes: more than a norm or a loss
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [10, 20], "factor": 2}

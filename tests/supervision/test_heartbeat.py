@@ -133,6 +133,7 @@ def ends_in(folder: Path, what: str, whom: int) -> float:
     return seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "whom", "told"),
     [

@@ -22,6 +22,8 @@ from megatron_style.supervision.record import RankRecord, read_records, write_re
 from megatron_style.supervision.supervisor import Failed, Supervisor
 from tests.support.runs import tiny_run
 
+pytestmark = pytest.mark.slow
+
 PRETEND = """
 import os, sys, time, uuid
 from pathlib import Path
