@@ -70,6 +70,13 @@ def _text(path: Path) -> str:
 
 
 def held_folders(secret: str) -> list[Path]:
-    """Return the folders in which a holder keeps this value."""
-    files = Path("/tmp").glob("megatron_style-*/*")
-    return [path.parent for path in files if secret in _text(path)]
+    """Return the folders in which a holder keeps this value; other holders may end while this looks."""
+    folders = Path("/tmp").glob("megatron_style-*")
+    return [folder for folder in folders if any(secret in _text(file) for file in _files(folder))]
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # it has been removed meanwhile
+        return []
