@@ -55,6 +55,7 @@ class ModelConfig(Section):
     ffn_size: Width
     positions: Positions = "infused"
     cache: bool = True
+    sandwich: NonNegativeInt = 0  # attention sublayers before the first feed-forward one, besides the first
     vocabulary: VocabularyConfig
     dropout: DropoutConfig = DropoutConfig()
 
@@ -64,6 +65,8 @@ class ModelConfig(Section):
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of heads ({self.heads})")
         if self.hidden_size % 2 or self.hidden_size < 4:
             raise ValueError(f"hidden_size ({self.hidden_size}) must be even and at least 4: sine and cosine share it")
+        if self.sandwich >= self.layers:
+            raise ValueError(f"sandwich ({self.sandwich}) must be less than layers ({self.layers})")
         bands = len(self.vocabulary.cutoffs)
         if self.hidden_size < self.vocabulary.factor**bands:
             raise ValueError(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import cast
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.model.block import Block
 from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions
+from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, tag
 from megatron_style.parallel.topology import Axis
@@ -135,31 +135,42 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
             for index, ids in enumerate(text[None, :-1].split(length, 1))
         ]
     segments = [x for x, _ in entered]
-    for index, block in enumerate(model.blocks):
-        with _materialised(block, f"blocks.{index}", source):
-            segments = list(_through(cast(Block, block), segments, [pos for _, pos in entered], capacity))
+    positions = [pos for _, pos in entered]
+    for attention, feed_forward in units(config.model):
+        if attention is not None:
+            block = model.blocks[attention]
+            with _materialised(block, f"blocks.{attention}", source, only=Block.ATTENTION):
+                segments = list(_attended(block, segments, positions, capacity))
+        if feed_forward is not None:
+            block = model.blocks[feed_forward]
+            with _materialised(block, f"blocks.{feed_forward}", source, only=Block.FEED_FORWARD):
+                segments = [block.feed(x, None)[0] for x in segments]
     few = max(1, _AT_ONCE // config.vocab_size)
     parts = zip(torch.cat(segments, 1)[0].split(few), text[1:].split(few), strict=True)
     with _materialised(model.vocabulary, "vocabulary", source):
         return torch.cat([model.vocabulary.nll(x_ND, wanted, None) for x_ND, wanted in parts]).numpy()
 
 
-def _through(
+def _attended(
     block: Block, segments: Sequence[Tensor], positions: Sequence[Tensor | None], capacity: int
 ) -> Iterator[Tensor]:
-    """Yield the output of a block for each segment. Its memory of the segment before is its own input there."""
+    """Yield a block's attention output for each segment. Its memory of the segment before is its own input there."""
     memory = Memory((segments[0][:, :0],), capacity)
     for x, pos in zip(segments, positions, strict=True):
-        y, seen = block(x, memory.layers[0], pos, None)
+        y, seen = block.attend(x, memory.layers[0], pos, None)
         memory = memory.advance([seen])
         yield y
 
 
 @contextmanager
-def _materialised(module: nn.Module, prefix: str, source: ModelSource) -> Iterator[None]:
-    """Give a module of a model without weights its own for a while."""
+def _materialised(
+    module: nn.Module, prefix: str, source: ModelSource, only: Sequence[str] | None = None
+) -> Iterator[None]:
+    """Give a module of a model without weights its own for a while, or those of some of its parts."""
     hollow = []
     for path, owner in module.named_modules():
+        if only is not None and path.partition(".")[0] not in only:
+            continue
         prefixes = filter(None, (prefix, path))
         place = ".".join(prefixes)
         hollow += [(owner, leaf, param, f"{place}.{leaf}") for leaf, param in owner.named_parameters(recurse=False)]

@@ -25,11 +25,18 @@ from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.logical import is_plain
 from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import ANY, Holds, ModelSource, parameters_of
 
 NAME = "a checkpoint of fairseq (.pt)"
 FILES = frozenset[str]()
-HOLDS: frozenset[Positions] = frozenset({"added", "infused"})
+HOLDS: Holds = {
+    "positions": {"added", "infused"},
+    "cache": ANY,
+    "vocabulary.kind": ANY,
+    "vocabulary.cutoffs": ANY,
+    "vocabulary.factor": ANY,
+    "dropout": ANY,
+}
 _BLOCK_NAMES = {
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",

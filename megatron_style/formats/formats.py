@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.model import Positions
 from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
-from megatron_style.formats.source import ModelSource
+from megatron_style.formats.source import Holds, ModelSource, unheld
 
 
 class Format(Protocol):
     NAME: str  # for users
     FILES: frozenset[str]  # file names that mark a folder as one of this form, so that it may be replaced
-    HOLDS: frozenset[Positions]  # kinds of attention that it can hold
+    HOLDS: Holds  # settings of the model that it can express
 
     def recognises(self, path: Path) -> bool: ...
 
@@ -41,6 +40,5 @@ def open_model(path: Path) -> ModelSource:
 
 def check_holds(form: Format, source: ModelSource) -> None:
     """Refuse a model that the form cannot express, rather than write a different one."""
-    kind = source.config.model.positions
-    if kind not in form.HOLDS:
-        raise UserError(f"{source.path}: model.positions is {kind}, which {form.NAME} cannot hold; export another form")
+    for key, value in unheld(source.config.model, form.HOLDS):
+        raise UserError(f"{source.path}: model.{key} is {value}, which {form.NAME} cannot hold; export another form")

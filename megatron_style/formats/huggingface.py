@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.json_text import parse_json
-from megatron_style.config.model import ModelConfig, ModelFolderConfig, Positions
+from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.tokenizer import PAD
 from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
 from megatron_style.formats.huggingface_tokenizer import read_tokenizer, write_tokenizer
@@ -30,14 +30,22 @@ from megatron_style.formats.model_folder import (
     read_settings,
     write_weights,
 )
-from megatron_style.formats.source import ModelSource
+from megatron_style.formats.source import ANY, Holds, ModelSource
 
 NAME = "a folder for transformers"
 MODEL_TYPE = "shortformer"
 CODE_FILE = "modeling_shortformer.py"
 GENERATION_FILE = "generation_config.json"
 FILES = frozenset({CODE_FILE, GENERATION_FILE, "tokenizer_config.json"})
-HOLDS: frozenset[Positions] = frozenset({"added", "infused"})
+HOLDS: Holds = {
+    "positions": {"added", "infused"},
+    "cache": ANY,
+    "sandwich": ANY,
+    "vocabulary.kind": ANY,
+    "vocabulary.cutoffs": ANY,
+    "vocabulary.factor": ANY,
+    "dropout": ANY,
+}
 _SHARED_KEYS = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # same name here
 _SCORED_AT_ONCE = 32  # tokens; each has a float64 for every token of the vocabulary
 
@@ -53,10 +61,11 @@ def recognises(path: Path) -> bool:
 def read(folder: Path) -> ModelSource:
     path = folder / CONFIG_FILE
     settings = read_settings(folder)
-    for key in sorted(_SHARED_KEYS | set(ModelConfig.model_fields) | {"eos_token_id"}):
+    required = {key for key, field in ModelConfig.model_fields.items() if field.is_required()}
+    for key in sorted(_SHARED_KEYS | required | {"eos_token_id"}):
         if key not in settings:
             raise UserError(f"{path}: lacks '{key}', so it is not a complete export of `convert export-hf`")
-    model = {key: settings[key] for key in ModelConfig.model_fields}
+    model = {key: settings[key] for key in ModelConfig.model_fields if key in settings}
     data = {key: settings[key] for key in _SHARED_KEYS} | {"model": model, "eos": settings["eos_token_id"]}
     config = ModelFolderConfig.parse(data, source=str(path))
     return ModelSource(folder, config, open_weights(folder, config), partial(read_tokenizer, folder))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,11 +19,11 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import atomic_folder
 from megatron_style.base.json_text import parse_json
-from megatron_style.config.model import ModelFolderConfig, Positions
+from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
 from megatron_style.formats import certificate
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import Holds, ModelSource, parameters_of
 
 CONFIG_FILE = "config.json"
 WEIGHTS = "model.safetensors"
@@ -32,7 +32,7 @@ _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 _READABLE = ("F16", "BF16", "F32", "F64")
 NAME = f"a model folder (with {CONFIG_FILE})"
 FILES = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, certificate.FILE})
-HOLDS: frozenset[Positions] = frozenset(get_args(Positions))
+HOLDS: Holds = None
 
 
 def recognises(path: Path) -> bool:

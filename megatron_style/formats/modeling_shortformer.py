@@ -40,6 +40,7 @@ class ShortformerConfig(PretrainedConfig):
         heads: int = 1,
         ffn_size: int = 4,
         positions: str = "infused",
+        sandwich: int = 0,
         vocabulary: dict[str, Any] | None = None,
         dropout: dict[str, float] | None = None,
         segment_length: int = 1,
@@ -54,6 +55,7 @@ class ShortformerConfig(PretrainedConfig):
         self.heads = heads
         self.ffn_size = ffn_size
         self.positions = positions
+        self.sandwich = sandwich
         self.vocabulary = vocabulary or {"kind": "tied"}
         self.dropout = {"hidden": 0.0, "attention": 0.0, "activation": 0.0, "softmax": 0.0} | (dropout or {})
         self.segment_length = segment_length
@@ -205,9 +207,11 @@ class Block(nn.Module):
         self.up = nn.Linear(D, config.ffn_size)
         self.down = nn.Linear(config.ffn_size, D)
 
-    def forward(self, x: Tensor, kept: KeptLayer, view: View, place_parts: Tensor) -> Tensor:
+    def attend(self, x: Tensor, kept: KeptLayer, view: View, place_parts: Tensor) -> Tensor:
         mixed = self.attention(self.attention_norm(x), kept, view, place_parts)
-        x = x + F.dropout(mixed, self.rates["hidden"], self.training)
+        return x + F.dropout(mixed, self.rates["hidden"], self.training)
+
+    def feed(self, x: Tensor) -> Tensor:
         inner = F.dropout(F.relu(self.up(self.ffn_norm(x))), self.rates["activation"], self.training)
         return x + F.dropout(self.down(inner), self.rates["hidden"], self.training)
 
@@ -324,8 +328,13 @@ class ShortformerForCausalLM(PreTrainedModel, GenerationMixin):
         else:
             place_parts = cache.positions_PD[view.places_RS[:, -ids_BT.shape[1] :]]
         x = F.dropout(x, self.config.dropout["hidden"], self.training)
-        for block, kept in zip(self.blocks, cache.kept, strict=True):
-            x = block(x, kept, view, place_parts)
+        layers = self.config.layers
+        sandwich = self.config.sandwich  # attention sublayers at the bottom, and as many feed-forward ones at the top
+        for i in range(layers + sandwich):
+            if i < layers:
+                x = self.blocks[i].attend(x, cache.kept[i], view, place_parts)
+            if i >= sandwich:
+                x = self.blocks[i - sandwich].feed(x)
         return x
 
     def _own_cache(self, past: Cache | None, rows: int) -> ShortformerCache:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE, Manifest, find_checkpoint, open_checkpoint
-from megatron_style.config.model import ModelFolderConfig, Positions
+from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import tokenizer_of_run
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import Holds, ModelSource, parameters_of
 from megatron_style.schedule.stages import resolve_stage
 
 NAME = f"a run or one of its checkpoints (with {FILE})"
 FILES = frozenset[str]()
-HOLDS: frozenset[Positions] = frozenset(get_args(Positions))
+HOLDS: Holds = None
 # The optimizers whose state other forms can hold. DeepSpeed's Adam is AdamW.
 _MOVABLE = {"nag": "nag", "adamw": "adamw", "adam": "adamw"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,12 +11,37 @@ import xxhash
 from torch import Tensor
 
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.section import Section
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, shard_of
 from megatron_style.parallel.split import Shape
 from megatron_style.parallel.topology import Axis
+
+# The values that a form can express, by key; those of other keys are the defaults. None: it holds every setting.
+Holds = Mapping[str, Container[object]] | None
+
+
+class _Any:
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+ANY = _Any()
+
+
+def unheld(config: Section, holds: Holds, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the settings that a form cannot express. A setting without a default is a size, which every form has."""
+    if holds is None:
+        return
+    for name, field in type(config).model_fields.items():
+        key = prefix + name
+        value = getattr(config, name)
+        if key not in holds and isinstance(value, Section):
+            yield from unheld(value, holds, f"{key}.")
+        elif not field.is_required() and value not in holds.get(key, (field.default,)):
+            yield key, value
 
 
 @dataclass(frozen=True)

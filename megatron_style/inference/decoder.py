@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from torch import Tensor
 from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.block import Block
 from megatron_style.model.kernels import causal_mask
+from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.layers import RowParallelLinear
@@ -49,7 +49,7 @@ class Decoder:
         self._filled = [0] * rows  # places in use
         self._shared = 0  # the first places, which are known to be equal in all rows
         pos_SD = model.positions(segment_length + cache_length)
-        self._layers = [_Layer(cast(Block, block), rows, pos_SD) for block in model.blocks]
+        self._layers = [_Layer(block, rows, pos_SD) for block in model.blocks]
 
     @torch.no_grad()
     def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Tensor:
@@ -100,8 +100,11 @@ class Decoder:
         """Return the features of new tokens [B, T, D]. Rows of different lengths take one token each."""
         run = self._run(rows, ids_BT.shape[1])
         x_BTD = self._model.embed(ids_BT)
-        for layer in self._layers:
-            x_BTD = layer(x_BTD, run)
+        for unit in units(self._model.config):
+            if unit.attention is not None:
+                x_BTD = self._layers[unit.attention].attend(x_BTD, run)
+            if unit.feed_forward is not None:
+                x_BTD = self._layers[unit.feed_forward].feed(x_BTD)
         self._filled[rows] = [filled + ids_BT.shape[1] for filled in self._filled[rows]]
         return x_BTD
 
@@ -135,9 +138,11 @@ class _Layer:
         self.buffers = [pos_SD.new_zeros(rows, H, S, E).transpose(1, 2) for _ in range(3)]
         self._own_keys_BSHE, self._keys_BSHE, self._values_BSHE = self.buffers
 
-    def __call__(self, x_BTD: Tensor, run: _Run) -> Tensor:
+    def attend(self, x_BTD: Tensor, run: _Run) -> Tensor:
+        return x_BTD + self._attend(self._block.attention_norm(x_BTD), run)
+
+    def feed(self, x_BTD: Tensor) -> Tensor:
         block = self._block
-        x_BTD = x_BTD + self._attend(block.attention_norm(x_BTD), run)
         inner = F.relu(_product(block.ffn_norm(x_BTD), block.up.weight) + block.up.bias)
         return x_BTD + _row_parallel(inner, block.down)
 

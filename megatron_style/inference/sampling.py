@@ -85,7 +85,7 @@ class Reencoder:
         device = self._model.positions.table.device
         for segment in torch.tensor([*open_segment, *ids], device=device).split(self._segment_length):
             before = cache
-            features, cache = self._model.features(segment[None], before)
+            features, cache, _ = self._model.features(segment[None], before)
         self._rows[row] = segment.tolist(), before
         return features[0, -1]
 

@@ -1,4 +1,4 @@
-"""One pre-norm transformer block."""
+"""One pre-norm transformer block: an attention and a feed-forward sublayer, which other blocks' may separate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from megatron_style.parallel.topology import Axis
 
 
 class Block(nn.Module):
+    ATTENTION = ("attention_norm", "attention")  # the modules of each sublayer
+    FEED_FORWARD = ("ffn_norm", "up", "down")
+
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
         D = config.hidden_size
@@ -27,13 +30,14 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def forward(self, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Return the block's output, and its attention input, which becomes the next segment's memory."""
+    def attend(self, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Return the sublayer's output, and its attention input, which becomes the next segment's memory."""
         seen = self.attention_norm(x)
         mixed = self.attention(seen, cached, pos, noise)
-        x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
-        inner = sharded_dropout(
-            F.relu(self.up(copy_to_shards(self.ffn_norm(x), self.axis))), self.rates.activation, noise
-        )
-        x = x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn"))
-        return x, seen
+        return x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention")), seen
+
+    def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""
+        fed = self.ffn_norm(x)
+        inner = sharded_dropout(F.relu(self.up(copy_to_shards(fed, self.axis))), self.rates.activation, noise)
+        return x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn")), fed

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.parallel.split import Shape
@@ -27,6 +28,20 @@ class BandShape:
     @property
     def tokens(self) -> int:
         return self.last - self.first
+
+
+class Unit(NamedTuple):
+    """The sublayers between two points at which activations can be dropped and recomputed."""
+
+    attention: int | None  # the block whose attention sublayer comes first, if any
+    feed_forward: int | None  # the block whose feed-forward sublayer comes then, if any
+
+
+def units(config: ModelConfig) -> tuple[Unit, ...]:
+    """Return the order of the sublayers: s^k (sf)^(n-k) f^k for a sandwich of k. Without one, a unit is a block."""
+    n = config.layers
+    k = config.sandwich
+    return tuple(Unit(i if i < n else None, i - k if i >= k else None) for i in range(n + k))
 
 
 def bands(config: ModelConfig, vocab_size: int) -> tuple[BandShape, ...]:

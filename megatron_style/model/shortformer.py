@@ -5,8 +5,8 @@ Without a memory, and with positions added to the embeddings, it is the language
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.block import Block
 from megatron_style.model.memory import Memory
 from megatron_style.model.positions import SinusoidalPositions
+from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.randomness import Noise, replicated_dropout
 from megatron_style.parallel.topology import Axis
@@ -31,6 +32,14 @@ class Output(NamedTuple):
     likeliest: Tensor | None  # next token of each row, if asked for
 
 
+class Features(NamedTuple):
+    """The result of all blocks."""
+
+    x: Tensor  # output of the last block, [B, T, D]; there is no final norm
+    memory: Memory  # for the next segment of these rows
+    key: Tensor  # input of the last feed-forward sublayer, after its norm: the key of a kNN-LM datastore
+
+
 class Shortformer(nn.Module):
     def __init__(
         self, config: ModelConfig, vocab_size: int, axis: Axis | None = None, *, recompute: bool = False
@@ -42,7 +51,7 @@ class Shortformer(nn.Module):
         self.recompute = recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
         self.positions = SinusoidalPositions(config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, axis) for _ in range(config.layers))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config, axis) for _ in range(config.layers)))
 
     def empty_memory(self, rows: int, capacity: int) -> Memory:
         return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()))
@@ -61,21 +70,22 @@ class Shortformer(nn.Module):
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
         it nothing is dropped. `likeliest` also asks for the next token of each row: here and not in a method of its
         own, because ZeRO 3 gathers the weights only inside `forward`."""
-        x_BTD, memory = self.features(ids_BT, memory, noise)
+        x_BTD, memory = self.features(ids_BT, memory, noise)[:2]
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
         return Output(nll_N.view(targets_BT.shape), memory, auxiliary={}, likeliest=following)
 
-    def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> tuple[Tensor, Memory]:
-        """Return the last block's output [B, T, D]; there is no final norm."""
+    def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
         x, pos = self.enter(ids_BT, memory.length)
         x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
-        seen = []
-        for i, (block, cached) in enumerate(zip(self.blocks, memory.layers, strict=True)):
-            x, attention_input = self._run(block, x, cached, pos, noise and noise.at(i))
-            seen.append(attention_input)
-        return x, memory.advance(seen)
+        all_seen = []
+        for unit in units(self.config):
+            x, seen, fed = self._run(unit, x, memory, pos, noise)
+            if seen is not None:
+                all_seen.append(seen)
+        assert fed is not None, "the last sublayer is a feed-forward one"
+        return Features(x, memory.advance(all_seen), fed)
 
     def enter(self, ids_BT: Tensor, remembered: int) -> tuple[Tensor, Tensor | None]:
         """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
@@ -87,8 +97,20 @@ class Shortformer(nn.Module):
         return self.vocabulary.embed(ids_BT) * scale
 
     def _run(
-        self, block: nn.Module, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None
-    ) -> tuple[Tensor, Tensor]:
+        self, unit: Unit, x: Tensor, memory: Memory, pos: Tensor | None, noise: Noise | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the output of the unit, and the inputs of its attention and of its feed-forward sublayer."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(block, x, cached, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
-        return block(x, cached, pos, noise)  # type: ignore[no-any-return]
+            return checkpoint(self._sublayers, unit, x, memory, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._sublayers(unit, x, memory, pos, noise)
+
+    def _sublayers(
+        self, unit: Unit, x: Tensor, memory: Memory, pos: Tensor | None, noise: Noise | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        seen = None
+        fed = None
+        if (i := unit.attention) is not None:
+            x, seen = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
+        if (i := unit.feed_forward) is not None:
+            x, fed = self.blocks[i].feed(x, noise and noise.at(i))
+        return x, seen, fed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_style.model.shape import units
 from megatron_style.planning.parts import parts_of
 from megatron_style.planning.setup import Setup, Sharding
 from megatron_style.schedule.stages import Stage
@@ -57,11 +58,11 @@ def estimate_activations(setup: Setup, stage: Stage) -> ActivationBytes:
     parts = parts_of(setup, stage)
     kept = parts.attention.kept + parts.feed_forward.kept
     needed = max(parts.attention.needed, parts.feed_forward.needed)
-    if setup.recompute:  # a block keeps its input only, and everything else while it is recomputed
+    blocks = parts.layers * kept
+    if setup.recompute:  # a unit keeps its input only, and everything else while it is recomputed
         stream = parts.attention.batch.stream
         needed += kept - stream
-        kept = stream
-    blocks = parts.layers * kept
+        blocks = float(len(units(setup.model)) * stream)
     held_for_cache = parts.layers * parts.attention.held_for_cache
     busiest = max(parts.vocabulary.needed, needed, held_for_cache)
     return ActivationBytes(blocks, parts.vocabulary.kept, blocks + parts.vocabulary.kept_by_embedding + busiest)

@@ -20,18 +20,17 @@ SEGMENTS = 3
 
 
 def watch(module: nn.Module, seen: dict[str, list[Tensor]]) -> None:
-    """Keep what the first block reads and what every block gives, segment by segment."""
+    """Keep what the first block reads and what every sublayer gives, segment by segment."""
 
     def keep(name: str, values: Tensor) -> None:
         seen.setdefault(name, []).append(values.detach())
 
     first, *_ = module.blocks
-    first.register_forward_pre_hook(lambda _, inputs: keep("enter", inputs[0]))
+    first.attention_norm.register_forward_pre_hook(lambda _, inputs: keep("enter", inputs[0]))
     for index, block in enumerate(module.blocks):
-        name = f"blocks.{index}"
-        block.register_forward_hook(
-            lambda _, __, output, name=name: keep(name, output if isinstance(output, Tensor) else output[0])
-        )
+        for part in ("attention_norm", "attention", "ffn_norm", "down"):
+            name = f"blocks.{index}.{part}"
+            block.get_submodule(part).register_forward_hook(lambda _, __, output, name=name: keep(name, output))
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def parts_of_ours(model: Shortformer, config: ModelFolderConfig, ids: Tensor) ->
     watch(model, seen)
     memory = model.empty_memory(1, config.cache_length)
     for segment in ids.split(config.segment_length, 1):
-        features, memory = model.features(segment, memory)
+        features, memory, _ = model.features(segment, memory)
         seen.setdefault("vocabulary", []).append(model.vocabulary.log_probs(features[0])[None])
     return {name: torch.cat(parts, 1) for name, parts in seen.items()}
 
@@ -54,9 +53,11 @@ def parts_of_theirs(model: ShortformerForCausalLM, ids: Tensor) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "tied", "untied"])
-@pytest.mark.parametrize("positions", ["added", "infused"])
-def test_every_part_computes_the_same(tmp_path: Path, kind: str, positions: str) -> None:
-    config = tiny_config(kind, positions=positions)
+@pytest.mark.parametrize(
+    "setting", [{"positions": "added"}, {"positions": "infused"}, {"layers": 3, "sandwich": 2}], ids=str
+)
+def test_every_part_computes_the_same(tmp_path: Path, kind: str, setting: dict[str, object]) -> None:
+    config = tiny_config(kind, **setting)
     ours = tiny_model(config, torch.float32)
     weights = weights_of(ours)
     huggingface.write(tmp_path / "model", ModelSource(tmp_path, config, weights.__getitem__, lambda: None))

@@ -137,7 +137,7 @@ def test_every_layer_sees_what_the_references_layers_see() -> None:
         ids, targets = (torch.from_numpy(record[name][window]).long() for name in ("src", "tgt"))
         with torch.no_grad():
             nll, next_cache, *_ = model(ids, targets, cache)
-            features, _ = model.features(ids, cache)
+            features = model.features(ids, cache).x
         cache = next_cache
         np.testing.assert_allclose(-nll, record["logprob_tgt"][window], atol=1e-5)
         np.testing.assert_allclose(features, record["feat"][window], atol=1e-5)

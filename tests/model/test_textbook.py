@@ -22,9 +22,10 @@ VOCABULARIES = {
 VOCAB_SIZE = 17
 
 
-def small_config(vocabulary: str, positions: str) -> ModelConfig:
+def small_config(vocabulary: str, positions: str, sandwich: int = 0) -> ModelConfig:
     data = {
-        "layers": 2,
+        "layers": 2 + sandwich,
+        "sandwich": sandwich,
         "hidden_size": 8,
         "heads": 2,
         "ffn_size": 12,
@@ -47,8 +48,9 @@ def small_model(config: ModelConfig) -> Shortformer:
 @pytest.mark.parametrize("cache_length", [0, 2, 4, 7])
 @pytest.mark.parametrize("positions", ["added", "infused"])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_the_model_is_the_papers(vocabulary: str, positions: str, cache_length: int) -> None:
-    config = small_config(vocabulary, positions)
+@pytest.mark.parametrize("sandwich", [0, 1])
+def test_the_model_is_the_papers(vocabulary: str, positions: str, cache_length: int, sandwich: int) -> None:
+    config = small_config(vocabulary, positions, sandwich)
     model = small_model(config)
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 18)  # four segments of 4 and a short one
     weights = {name: param.detach().numpy() for name, param in model.named_parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 
@@ -53,6 +53,6 @@ def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> S
     model = tiny_model(config)
     initialise(model, seed, Axis())
     with torch.no_grad():
-        for param in model.blocks.parameters():
+        for param in chain.from_iterable(block.parameters() for block in model.blocks):
             param.mul_(scale)
     return model

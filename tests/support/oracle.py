@@ -129,7 +129,7 @@ def reference_loss(model: Shortformer, ids: Tensor, targets: Tensor, cache: Memo
     vocabulary = model.vocabulary
     if not isinstance(vocabulary, AdaptiveVocabulary):
         return nll.sum(), next_cache
-    x_BTD, _ = model.features(ids, cache)
+    x_BTD = model.features(ids, cache).x
     clusters = x_BTD @ vocabulary.clusters.T
     words = x_BTD @ vocabulary.bands[0].table.weight.T
     cluster_nll = torch.cat([words, clusters], -1).logsumexp(-1, keepdim=True) - clusters

@@ -45,18 +45,22 @@ def _decode(
     hidden = [_embed(config, w, token) * math.sqrt(D) for token in inputs]
     if config.positions != "infused":
         hidden = [h + position(i, D) for i, h in enumerate(hidden)]
-    kept = []
-    for layer in range(config.layers):
-        name = f"blocks.{layer}."
-        normed = [_norm(h, w, name + "attention_norm.") for h in hidden]
-        seen = cached[layer] + normed
-        hidden = [
-            h + _attend(config, w, name + "attention.", seen, len(cached[layer]) + i) for i, h in enumerate(hidden)
-        ]
-        for i, h in enumerate(hidden):
-            inner = _linear(_norm(h, w, name + "ffn_norm."), w, name + "up.")
-            hidden[i] = h + _linear(np.maximum(inner, 0), w, name + "down.")
-        kept.append(seen[len(seen) - min(C, len(seen)) :])
+    kept: list[list[Array]] = []
+    fed = 0
+    for sublayer in "s" * config.sandwich + "sf" * (config.layers - config.sandwich) + "f" * config.sandwich:
+        if sublayer == "s":
+            name = f"blocks.{len(kept)}."
+            before = cached[len(kept)]
+            seen = before + [_norm(h, w, name + "attention_norm.") for h in hidden]
+            mixed = [_attend(config, w, name + "attention.", seen, len(before) + i) for i in range(len(hidden))]
+            hidden = [h + m for h, m in zip(hidden, mixed, strict=True)]
+            kept.append(seen[len(seen) - min(C, len(seen)) :])
+        else:
+            name = f"blocks.{fed}."
+            for i, h in enumerate(hidden):
+                inner = _linear(_norm(h, w, name + "ffn_norm."), w, name + "up.")
+                hidden[i] = h + _linear(np.maximum(inner, 0), w, name + "down.")
+            fed += 1
     return hidden, kept
 
 

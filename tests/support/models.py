@@ -1,0 +1,21 @@
+"""One small model of every kind: what holds for all models is tested on each of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_style.config.model import ModelFolderConfig
+from tests.support.tiny import tiny_config
+
+MODELS: dict[str, dict[str, Any]] = {
+    "baseline": {"positions": "added", "cache": False},
+    "shortformer": {},
+    "shortformer-tied": {"kind": "tied"},
+    "shortformer-untied": {"kind": "untied"},
+    "sandwich": {"layers": 3, "sandwich": 2, "positions": "added", "cache": False},
+    "sandwich-shortformer": {"layers": 3, "sandwich": 1},
+}
+
+
+def model_config(name: str) -> ModelFolderConfig:
+    return tiny_config(**MODELS[name])
