@@ -30,13 +30,13 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.files import atomic_file
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import TokenStore, open_store
-from megatron_style.engine.memory import peak_memory
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.launcher import NO_LAUNCHER, accelerator, find_launcher
 from megatron_style.inference.by_position import draw_by_position, stretches
 from megatron_style.inference.scoring import MODES, Protocol, Request, Score, make_protocol, perplexity, score
 from megatron_style.parallel.collectives import largest_over_shards
+from megatron_style.parallel.peak_memory import peak_memory
 from megatron_style.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
