@@ -16,10 +16,10 @@ from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import open_corpus
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
+from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
-from megatron_style.train import accumulate_gradients
 
 RATE = 1e-3
 MODELS: dict[str, dict[str, Any]] = {

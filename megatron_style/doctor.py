@@ -27,15 +27,12 @@ from megatron_style.base.command import (
 )
 from megatron_style.base.errors import UserError
 from megatron_style.base.findings import Finding, worst_first
-from megatron_style.base.units import size
 from megatron_style.config.run import RunConfig, load_run
-from megatron_style.data.store import store_files
-from megatron_style.engine.requirements import bytes_of_checkpoint, judge_run
-from megatron_style.hosts.diagnosis import Demands, diagnose
+from megatron_style.engine.requirements import check_hosts
 from megatron_style.hosts.hosts import read_hostfile, this_machine
 from megatron_style.planning.estimate import USABLE
 from megatron_style.planning.hardware import bytes_of, gpu_named
-from megatron_style.rehearsal.findings import judge_rehearsal
+from megatron_style.rehearsal.findings import compare_with_plan, judge_rehearsal
 
 if TYPE_CHECKING:
     from megatron_style.rehearsal.rehearsal import Rehearsal
@@ -52,27 +49,10 @@ def main() -> None:
         findings = worst_first(judge_rehearsal(run, rehearsal))
         show_findings(findings, rehearsal, as_json=args.json)
     else:
-        findings = worst_first(check_hosts(args.hostfile, run))
+        hosts = read_hostfile(args.hostfile) if args.hostfile else (this_machine(),)
+        findings = worst_first(check_hosts(hosts, run))
         show_findings(findings, as_json=args.json)
     raise SystemExit(EXIT_FAILED if any(finding.level == "FAIL" for finding in findings) else EXIT_DONE)
-
-
-def check_hosts(hostfile: Path | None, run: RunConfig | None) -> list[Finding]:
-    hosts = read_hostfile(hostfile) if hostfile else (this_machine(),)
-    diagnosis = diagnose(hosts, demands_of(run) if run else Demands())
-    findings = list(diagnosis.findings)
-    if run and diagnosis.processes is not None:
-        findings.append(judge_run(run, diagnosis.processes))
-    return findings
-
-
-def demands_of(run: RunConfig) -> Demands:
-    return Demands(
-        folder=run.output.path,
-        files=(*store_files(run.data.train), *store_files(run.data.valid)),
-        checkpoint_bytes=bytes_of_checkpoint(run),
-        checkpoints=run.output.keep_last + 1,  # the next one is written before the oldest is removed
-    )
 
 
 def rehearse_run(run: RunConfig, args: argparse.Namespace) -> Rehearsal:
@@ -131,21 +111,7 @@ def show_findings(findings: Sequence[Finding], rehearsal: Rehearsal | None = Non
     for finding in findings:
         say(f"{finding.level:<4}  {finding.subject:<{width}}  {finding.message}\n")
     if rehearsal is not None and rehearsal.stages:
-        show_rehearsal(rehearsal)
-
-
-def show_rehearsal(rehearsal: Rehearsal) -> None:
-    stages = rehearsal.stages
-    show_table(
-        [f"rank {rehearsal.rank} of {rehearsal.ranks}", *(f"stage {each.stage.index + 1}" for each in stages)],
-        [
-            ["forward and backward", *(size(each.passes) for each in stages)],
-            ["update", *(size(each.update) for each in stages)],
-            ["rehearsed peak", *(size(each.peak) for each in stages)],
-            ["planned peak", *(size(each.planned) for each in stages)],
-            ["rehearsed against planned", *(f"{each.peak / each.planned - 1:+.1%}" for each in stages)],
-        ],
-    )
+        show_table(*compare_with_plan(rehearsal))
 
 
 if __name__ == "__main__":

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
 from megatron_style.base.command import (
     add_json_flag,
     command_parser,
-    log,
     output_file,
     positive_int,
     run_command,
@@ -27,16 +23,13 @@ from megatron_style.base.command import (
     show_table,
 )
 from megatron_style.base.errors import UserError
-from megatron_style.base.files import atomic_file
 from megatron_style.data.corpus import check_same_tokenizer
-from megatron_style.data.store import TokenStore, open_store
-from megatron_style.engine.memory import peak_memory
+from megatron_style.data.store import open_store
 from megatron_style.formats.formats import open_model
-from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.launcher import NO_LAUNCHER, accelerator, find_launcher
 from megatron_style.inference.by_position import draw_by_position, stretches
-from megatron_style.inference.scoring import MODES, Protocol, Request, Score, make_protocol, perplexity, score
-from megatron_style.parallel.collectives import largest_over_shards
+from megatron_style.inference.measure import Measurement, measure
+from megatron_style.inference.scoring import MODES, Request, make_protocol, perplexity
 from megatron_style.parallel.topology import Topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -52,9 +45,12 @@ def main() -> None:
     protocol = make_protocol(request, source.config, tokens=len(store), where=str(args.model))
     store.check_ids(source.config.vocab_size)
     with process_grid(args.tensor) as topology:
-        result, facts = measure(source, store, protocol, DTYPES[args.dtype], topology)
+        model = source.load(DTYPES[args.dtype], topology.tensor).to(accelerator())
+        measured = measure(model, store.tokens, protocol, eos=source.config.eos, topology=topology)
         if topology.is_first:
-            write_results(args, store, protocol, result, facts)
+            if args.nll:
+                measured.save_nll(args.nll)
+            show_results(measured.facts(source.tokenizer()), measured, args.by_position, as_json=args.json)
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,73 +107,18 @@ def process_grid(tensor: int) -> Iterator[Topology]:
         )
 
 
-def measure(
-    source: ModelSource, store: TokenStore, protocol: Protocol, dtype: torch.dtype, topology: Topology
-) -> tuple[Score, dict[str, object]]:
-    """Return the score, and what is reported about it."""
-    device = accelerator()
-    axis = topology.data
-    tokens = len(store)
-    if topology.is_first and tokens < protocol.segment_length:
-        shorter = f"{tokens} tokens, less than a segment of {protocol.segment_length}"
-        log(f"note: the text has {shorter}, so no prediction sees more")
-    model = source.load(dtype, topology.tensor).to(device)
-    with (
-        peak_memory(device) as peak,
-        tqdm(total=tokens, unit=" tokens", unit_scale=True, disable=None if topology.is_first else True) as bar,
-    ):
-        begin = time.monotonic()
-        result = score(
-            model,
-            store.tokens,
-            protocol,
-            eos=source.config.eos,
-            axis=axis,
-            progress=lambda done: bar.update(min(done * axis.size, tokens - bar.n)),  # the other ranks are about as far
-        )
-        seconds = time.monotonic() - begin
-        memory = torch.tensor(float(peak()), device=device)
-    for each in (topology.data, topology.tensor):
-        memory = largest_over_shards(memory, each)
-    tokenizer = source.tokenizer()
-    words = tokenizer.count_words(store.tokens) if tokenizer else None
-    fewest, most = protocol.contexts(tokens)
-    return result, {
-        "mode": protocol.mode,
-        "segment_length": protocol.segment_length,
-        "cache_length": protocol.cache_length,
-        "stride": protocol.stride or protocol.segment_length,
-        "lanes": protocol.lanes,
-        "tokens": tokens,
-        "words": words,  # line ends count, as tokens do
-        "loss_nats": result.loss,
-        "loss_bits": result.loss / math.log(2),
-        "perplexity": result.perplexity,
-        "perplexity_per_word": perplexity(result.loss * tokens / words) if words else None,
-        "context_min": fewest,
-        "context_max": most,
-        "processes": topology.data.size * topology.tensor.size,
-        "tokens_per_second": tokens / seconds,
-        "peak_memory_mb": memory.item() / 1e6,
-    }
-
-
-def write_results(
-    args: argparse.Namespace, store: TokenStore, protocol: Protocol, result: Score, facts: dict[str, object]
-) -> None:
-    if args.nll:
-        with atomic_file(args.nll) as new, new.open("wb") as file:
-            np.savez_compressed(file, tokens=store.tokens.astype(np.int32), nll=result.nll)
-    if not args.by_position:
-        show(facts, as_json=args.json)
+def show_results(facts: dict[str, object], measured: Measurement, picture: Path | None, *, as_json: bool) -> None:
+    """Show the facts and, if a picture of it is wanted, the loss by position."""
+    if picture is None:
+        show(facts, as_json=as_json)
         return
-    counts, losses = result.by_place(protocol)
+    counts, losses = measured.score.by_place(measured.protocol)
     means = list(stretches(counts, losses))
-    draw_by_position(losses, means, protocol, args.by_position)
-    if args.json:
+    draw_by_position(losses, means, measured.protocol, picture)
+    if as_json:
         facts["by_position"] = [None if math.isnan(loss) else loss for loss in losses]
-    show(facts, as_json=args.json)
-    if not args.json:
+    show(facts, as_json=as_json)
+    if not as_json:
         rows = ((mean, mean.tokens, mean.loss, perplexity(mean.loss)) for mean in means)
         show_table(("position", "tokens", "loss nats", "perplexity"), rows)
 

@@ -12,21 +12,19 @@ from pathlib import Path
 
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, run_command, say, show
 from megatron_style.base.errors import UserError
-from megatron_style.data.text import Chunk, check_text_file, read_lines
-from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.formats.formats import open_model
-from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.launcher import accelerator
+from megatron_style.inference.prompts import check_tokenizer, note_unknown_words, read_prompts
 from megatron_style.inference.sampling import Continuation, Sampler
-from megatron_style.inference.writer import Writer, WritingOptions, check_text, ctrl_c, note_unknown_words
+from megatron_style.inference.writer import Writer, WritingOptions, ctrl_c
 
 
 def main() -> None:
     args = parse_args()
     check_choice(args)
-    prompts = read_prompts(args)
+    prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     source = open_model(args.model)
-    tokenizer = find_tokenizer(source)
+    tokenizer = check_tokenizer(source.tokenizer(), source.config.vocab_size, source.path)
     note_unknown_words(prompts, tokenizer)
     writer = Writer(options_of(args), source.config, tokenizer, source.load().to(accelerator()))
     if args.interactive:
@@ -89,40 +87,9 @@ def check_choice(args: argparse.Namespace) -> None:
     for flag in ("temperature", "top_k", "top_p"):
         if args.beams and getattr(args, flag) is not None:
             raise UserError(f"--beams {args.beams} does not sample; leave out --{flag.replace('_', '-')}")
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    if args.interactive:
-        for flag in ("prompt", "prompts", "json", "beams"):
-            if getattr(args, flag):
-                raise UserError(f"--interactive reads lines and writes as it goes; leave out --{flag}")
-        return []
-    prompts = [("--prompt", text) for text in args.prompt]
-    if args.prompts:
-        check_text_file(args.prompts)
-        lines = read_lines(Chunk(args.prompts, 0, args.prompts.stat().st_size))
-        prompts += [(f"{args.prompts}:{number}", line) for number, line in enumerate(lines, 1)]
-    if not prompts:
-        raise UserError("there is nothing to continue; give --prompt TEXT, --prompts FILE or --interactive")
-    for where, text in prompts:
-        if not text.strip():
-            raise UserError(f"{where} is empty; give it at least one word")
-        check_text(text, where)
-    return [text for _, text in prompts]
-
-
-def find_tokenizer(source: ModelSource) -> Tokenizer:
-    tokenizer = source.tokenizer()
-    if tokenizer is None:
-        raise UserError(
-            f"{source.path}: has no tokenizer (dict.txt or tokenizer.json), so there is no text to generate"
-        )
-    if tokenizer.vocab_size != source.config.vocab_size:
-        raise UserError(
-            f"{source.path}: its tokenizer makes {tokenizer.vocab_size} ids, but the model knows "
-            f"{source.config.vocab_size}; the tokenizer it was trained with is needed"
-        )
-    return tokenizer
+    for flag in ("prompt", "prompts", "json", "beams"):
+        if args.interactive and getattr(args, flag):
+            raise UserError(f"--interactive reads lines and writes as it goes; leave out --{flag}")
 
 
 def show_texts(args: argparse.Namespace, prompts: Sequence[str], texts: Sequence[Continuation]) -> None:

@@ -10,7 +10,16 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_style.base.command import add_json_flag, command_parser, log, run_command, say, show, show_table
+from megatron_style.base.command import (
+    add_json_flag,
+    command_parser,
+    log,
+    positive_int,
+    run_command,
+    say,
+    show,
+    show_table,
+)
 from megatron_style.base.errors import UserError
 from megatron_style.paper.experiment import Experiment, open_experiment
 from megatron_style.paper.jobs import emit, jobs_at_once, measure
@@ -43,24 +52,22 @@ def parse_args() -> argparse.Namespace:
         "paper's claims. Started again, it resumes.",
         "python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_tables",
     )
-    parser.add_argument("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1 to 12")
-    parser.add_argument("--scale", default="tiny", metavar="NAME", help=f"one of {', '.join(SCALES)} (tiny)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1 to 12")
+    add("--scale", default="tiny", metavar="NAME", help=f"one of {', '.join(SCALES)} (tiny)")
+    add(
         "--corpus", type=Path, metavar="DIR",
         help="a prepared corpus, or text files named train, valid and test; default: the built-in one",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs per row; default: that of the scale")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at once; default: one per CPU, one on GPUs")
-    parser.add_argument("--emit", action="store_true", help="print the commands without running them")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="runs, evaluations and results")
+    add("--seeds", type=positive_int, metavar="N", help="runs per row; default: that of the scale")
+    add("--jobs", type=positive_int, metavar="N", help="runs at once; default: one per CPU, one on GPUs")
+    add("--emit", action="store_true", help="print the commands without running them")
+    add("--output", type=Path, required=True, metavar="DIR", help="runs, evaluations and results")
     add_json_flag(parser)
     return parser.parse_args()
 
 
 def check(args: argparse.Namespace) -> None:
-    for flag, count in (("seeds", args.seeds), ("jobs", args.jobs)):
-        if count is not None and count < 1:
-            raise UserError(f"--{flag} is {count}; it must be at least 1")
     if args.output.exists() and not args.output.is_dir():
         raise UserError(f"--output {args.output}: is a file; expected a folder, or a name for a new one")
 

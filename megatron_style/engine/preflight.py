@@ -10,7 +10,7 @@ import torch
 
 from megatron_style.base.errors import UserError
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.memory import is_out_of_memory, peak_memory
+from megatron_style.parallel.peak_memory import is_out_of_memory, peak_memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.schedule.stages import Stage
 

@@ -1,16 +1,40 @@
-"""The requirements of a run, found without a launch: which numbers of processes fit, how large a checkpoint is."""
+"""The requirements of a run, found without a launch: which hosts and numbers of processes fit, how large a checkpoint
+is."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.findings import Finding
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
+from megatron_style.data.store import store_files
+from megatron_style.hosts.diagnosis import Demands, diagnose
+from megatron_style.hosts.hosts import Host
 from megatron_style.model.shape import count_parameters
 from megatron_style.parallel.topology import check_world
 from megatron_style.schedule.stages import StageSchedule
 
 _BYTES_A_PARAMETER = 16  # the most: float32 weights and two moments, and a copy of the weights at half precision
+
+
+def check_hosts(hosts: Sequence[Host], run: RunConfig | None) -> list[Finding]:
+    """Ask the hosts and, if all of them answer, check the run on the processes that a launch would start."""
+    diagnosis = diagnose(hosts, demands_of(run) if run else Demands())
+    findings = list(diagnosis.findings)
+    if run and diagnosis.processes is not None:
+        findings.append(judge_run(run, diagnosis.processes))
+    return findings
+
+
+def demands_of(run: RunConfig) -> Demands:
+    return Demands(
+        folder=run.output.path,
+        files=(*store_files(run.data.train), *store_files(run.data.valid)),
+        checkpoint_bytes=bytes_of_checkpoint(run),
+        checkpoints=run.output.keep_last + 1,  # the next one is written before the oldest is removed
+    )
 
 
 def check_run(run: RunConfig, world: int) -> int:

@@ -23,6 +23,17 @@ class Spike:
         return f"the loss {self.loss:.4f} is {self.loss / self.median:.1f} times its running median {self.median:.4f}"
 
 
+def look_for_spike(
+    config: SpikeConfig | None, before: tuple[float, ...], share: Tensor, topology: Topology
+) -> tuple[tuple[float, ...], Spike | None]:
+    """Return the losses to compare later ones with, and the spike, if this step's loss is one. A run without
+    `optimizer.spike` does not wait for the loss."""
+    if config is None:
+        return (), None
+    loss = loss_of_all_ranks(share, topology)
+    return extend_window(config, before, loss), find_spike(config, before, loss)
+
+
 def find_spike(config: SpikeConfig, before: tuple[float, ...], loss: float) -> Spike | None:
     """Return the spike, if this loss is one. There is none before the window is full, and a loss that is not finite is
     left to the check of the gradients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,13 +17,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.files import atomic_folder
+from megatron_style.base.files import atomic_folder, remove_leftovers
 from megatron_style.base.json_text import parse_json
+from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.config.run import RunConfig
+from megatron_style.data.corpus import Corpus, tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
 from megatron_style.formats import certificate
 from megatron_style.formats.source import Holds, ModelSource, parameters_of
+from megatron_style.schedule.stages import StageSchedule
 
 CONFIG_FILE = "config.json"
 WEIGHTS = "model.safetensors"
@@ -76,6 +79,22 @@ def write_atomically(folder: Path, source: ModelSource) -> None:
     check_place(folder)
     with atomic_folder(folder) as aside:
         write(aside, source)
+
+
+def export(weights: Mapping[str, Tensor], run: RunConfig, corpus: Corpus, schedule: StageSchedule) -> None:
+    """Write the model of a finished run into the run's folder."""
+    last = schedule.stages[-1]
+    config = ModelFolderConfig(
+        model=run.model,
+        vocab_size=corpus.vocab_size,
+        eos=corpus.eos,
+        segment_length=last.segment_length,
+        cache_length=last.cache_length,
+        step=schedule.total_steps,
+    )
+    folder = RunFolder(run.output.path).model
+    remove_leftovers(folder)  # safe, since this run holds the folder's lock
+    write_atomically(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
 
 
 def check_place(output: Path, known: frozenset[str] = FILES) -> None:

@@ -8,22 +8,94 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place, write_atomic
 from megatron_style.base.json_text import parse_json
+from megatron_style.data.tokenizer import WordDictionary
+from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint
 from megatron_style.formats.certificate import FILE, Certificate, certify
-from megatron_style.formats.formats import FORMATS, Writable, check_holds
-from megatron_style.formats.model_folder import check_place
+from megatron_style.formats.formats import FORMATS, Writable, check_holds, open_model
 from megatron_style.formats.source import ModelSource
+from megatron_style.model.shape import count_parameters
 
+Facts = dict[str, object]  # what is reported
 EXTRA_MEMORY = 16 * 2**20
 _OURS = frozenset[str]().union(*(form.FILES for form in FORMATS))
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
+def import_fairseq(checkpoint: Path, dictionary: Path, output: Path, *, overwrite: bool) -> Facts:
+    if not dictionary.is_file():
+        raise UserError(f"--dictionary {dictionary}: no such file; fairseq's dict.txt is expected")
+    words = WordDictionary.load(dictionary)
+    source = fairseq.read(checkpoint)
+    if words.vocab_size != source.config.vocab_size:
+        raise UserError(
+            f"{dictionary}: makes {words.vocab_size} ids, but {checkpoint} has vectors for "
+            f"{source.config.vocab_size}; the dictionary it was trained with is needed"
+        )
+    source = replace(source, tokenizer=lambda: words)
+    return _facts(output, source, transfer(source, model_folder, output, overwrite=overwrite))
+
+
+def export_model(model: Path, output: Path, *, overwrite: bool, optimizer: bool) -> Facts:
+    source = open_model(model)
+    if optimizer and source.state is None:
+        raise UserError(f"{model}: holds no optimizer state, so --optimizer has nothing to export")
+    source = source if optimizer else source.without_optimizer()
+    return _facts(output, source, transfer(source, model_folder, output, overwrite=overwrite))
+
+
+def export_huggingface(model: Path, output: Path, *, overwrite: bool) -> Facts:
+    source = open_model(model).without_optimizer()
+    certificate = transfer(source, huggingface, output, huggingface.certify_export, overwrite=overwrite)
+    return _facts(output, source, certificate) | {"computed_by": certificate.computed_by}
+
+
+def export_as(form: Writable, model: Path, output: Path, *, overwrite: bool) -> Facts:
+    source = open_model(model)
+    return _facts(output, source, transfer(source, form, output, overwrite=overwrite))
+
+
+def reshard_checkpoint(checkpoint: Path, output: Path, *, tensor: int, data: int) -> Facts:
+    # DeepSpeed reads this on import. The ranks of the other grid may be many, and need no accelerator.
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from megatron_style.checkpoint.reshard import reshard  # imports DeepSpeed, which takes seconds
+
+    reshard(checkpoint, output, tensor=tensor, data=data)
+    source = run_checkpoint.read(checkpoint)
+    certificate = certify(source, run_checkpoint.read(output))
+    deliver(output, certificate, output)
+    return _facts(output, source, certificate) | {"tensor": tensor, "data": data}
+
+
+def verify(first: Path, second: Path, *, tolerance: float) -> Facts:
+    found = certify(open_model(first), open_model(second), tolerance=tolerance)
+    return {
+        "tensors": found.tensors,
+        "largest_weight_difference": found.largest_weight_difference,
+        "largest_nll_difference": found.largest_nll_difference,
+        "equal": found.passed,
+    }
+
+
+def _facts(output: Path, source: ModelSource, certificate: Certificate) -> Facts:
+    config = source.config
+    return {
+        "output": str(output),
+        "parameters": count_parameters(config.model, config.vocab_size),
+        "vocabulary": config.vocab_size,
+        "steps": config.step,
+        "optimizer": "kept" if source.state else "none",
+        "largest_nll_difference": certificate.largest_nll_difference,
+    }
 
 
 def transfer(
@@ -37,7 +109,7 @@ def transfer(
     """Write the model in another form, with a certificate in the output's folder or next to its file. A model that was
     made from another source is replaced only with `overwrite`."""
     check_holds(form, source)
-    check_place(output, _OURS)
+    model_folder.check_place(output, _OURS)
     if not overwrite:
         _check_same_source(output, source)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from threading import Event
@@ -14,8 +13,9 @@ from types import FrameType
 from megatron_style.base.command import log, say
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.data.tokenizer import SPECIALS, UNK, Tokenizer
+from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.beams import beam_search
+from megatron_style.inference.prompts import note_unknown_words, typed_lines
 from megatron_style.inference.sampling import (
     CHARACTER,
     Continuation,
@@ -154,30 +154,6 @@ class Writer:
         return texts
 
 
-def check_text(text: str, where: str) -> None:
-    """Refuse undecodable bytes, which Python passes on as surrogates from a shell or a pipe."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where}: is not UTF-8 text") from None
-
-
-def note_unknown_words(prompts: Iterable[str], tokenizer: Tokenizer) -> None:
-    """Refuse a prompt of which the model knows no word; other unknown words are only logged."""
-    unknown: dict[str, None] = {}  # a set that keeps the order
-    for prompt in prompts if tokenizer.kind == "words" else ():
-        words = dict.fromkeys(prompt.split())
-        strange = [word for word in words if tokenizer.encode(word) == [UNK] and word != SPECIALS[UNK]]
-        if strange and len(strange) == len(words):
-            raise UserError(
-                f"prompt {prompt[:60]!r}: the model's dictionary has none of its words; use words it was trained on"
-            )
-        unknown |= dict.fromkeys(strange)
-    if unknown:
-        more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
-        log(f"note: not in the model's dictionary, so read as {SPECIALS[UNK]}: {', '.join(list(unknown)[:10])}{more}")
-
-
 @contextmanager
 def ctrl_c() -> Iterator[Event]:
     """Yield an event that Ctrl-C sets, to be checked between two tokens: within one, an interrupt would leave a walk
@@ -194,26 +170,3 @@ def ctrl_c() -> Iterator[Event]:
         yield asked
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def typed_lines() -> Iterator[str]:
-    """Yield typed lines until Ctrl-D. On a terminal, Ctrl-C starts the line again."""
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401  gives input() line editing and a history
-    while True:
-        try:
-            line = input("> " if terminal else "")
-        except EOFError:
-            say("\n" if terminal else "")
-            return
-        except UnicodeDecodeError:
-            raise UserError("standard input: is not UTF-8 text") from None
-        except KeyboardInterrupt:
-            if not terminal:
-                raise
-            say("\n")
-            continue
-        check_text(line, "standard input")
-        yield line

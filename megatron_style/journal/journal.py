@@ -24,12 +24,12 @@ from megatron_style.base.terminal import Terminal
 from megatron_style.config.run import RunConfig, keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
-from megatron_style.engine.memory import forget_peak, peak_bytes
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
+from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 

@@ -1,4 +1,5 @@
-"""Judge a rehearsal: which stages ran, and whether they fit into memory. Without the engine, which takes seconds."""
+"""Judge a rehearsal: which stages ran, and whether they fit into memory, as planned. Without the engine, which takes
+seconds to import."""
 
 from __future__ import annotations
 
@@ -42,3 +43,16 @@ def judge_corpus(run: RunConfig, world: int) -> Finding:
         assumed = "token ids follow Zipf's law, and the number of steps is not checked"
         return Finding("WARN", "run", f"cannot read {', '.join(missing)}; {assumed}")
     return judge_run(run, world)
+
+
+def compare_with_plan(rehearsal: Rehearsal) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table with a column for each stage that ran."""
+    stages = rehearsal.stages
+    header = [f"rank {rehearsal.rank} of {rehearsal.ranks}", *(f"stage {each.stage.index + 1}" for each in stages)]
+    return header, [
+        ["forward and backward", *(size(each.passes) for each in stages)],
+        ["update", *(size(each.update) for each in stages)],
+        ["rehearsed peak", *(size(each.peak) for each in stages)],
+        ["planned peak", *(size(each.planned) for each in stages)],
+        ["rehearsed against planned", *(f"{each.peak / each.planned - 1:+.1%}" for each in stages)],
+    ]

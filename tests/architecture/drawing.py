@@ -33,7 +33,7 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "journal": "base config engine inference parallel planning schedule",
         "reporting": "base config",
         "paper": "base config data model planning reporting schedule",
-        "commands": "base checkpoint config data engine formats hosts inference journal model paper parallel planning "
+        "commands": "base checkpoint config data engine formats hosts inference journal paper parallel planning "
         "rehearsal reporting schedule supervision",
     }.items()
 }

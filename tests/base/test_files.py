@@ -13,17 +13,17 @@ import pytest
 from megatron_style.base.files import atomic_file, write_atomic
 
 WRITERS = """
-import argparse, sys
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_style import evaluate
 from megatron_style.base.events import SampleEvent
 from megatron_style.config.run import save_run
 from megatron_style.data.corpus import keep_tokenizer
 from megatron_style.data.tokenizer import BpeTokenizer
+from megatron_style.inference.measure import Measurement
 from megatron_style.report import main as report
 from megatron_style.supervision.lock import FolderLock
 from megatron_style.journal.metrics_file import MetricsFile
@@ -35,8 +35,7 @@ from tests.support.written_runs import WrittenRun, write_run
 disk, elsewhere = map(Path, sys.argv[1:])
 event = SampleEvent(step=1, text="x" * 5000)
 score = SimpleNamespace(nll=np.random.default_rng(1).random(5000))
-store = SimpleNamespace(tokens=np.arange(5000))
-flags = argparse.Namespace(nll=disk / "nll.npz", by_position=None, json=True)
+measured = Measurement(np.arange(5000), None, score, processes=1, seconds=1.0, peak_bytes=1.0)
 bpe = BpeTokenizer.train(["some text", "some more text"], vocab_size=264)
 corpus_of = lambda tokenizer: SimpleNamespace(tokenizer=tokenizer)
 run = write_run(elsewhere / "run", WrittenRun(()))
@@ -57,7 +56,7 @@ writers = {
     "lock.json": lambda: FolderLock(disk / "lock.json").take(),
     "report.html": write_report,
     "model": lambda: write_tiny_model(disk / "model"),
-    "nll.npz": lambda: evaluate.write_results(flags, store, None, score, {}),
+    "nll.npz": lambda: measured.save_nll(disk / "nll.npz"),
 }
 for free in (0, 1):  # blocks of the disk: nothing fits, or a beginning
     fill = (disk / "fill").open("wb", buffering=0)

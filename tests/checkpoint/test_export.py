@@ -16,7 +16,8 @@ from torch.multiprocessing import ProcessExitedException
 from megatron_style.base.files import remove_leftovers
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
-from megatron_style.train import export, train
+from megatron_style.formats.model_folder import export
+from megatron_style.train import train
 from tests.support.resuming import make_run, on_ranks
 from tests.support.tiny import content
 from tests.support.training import write_corpus

@@ -78,7 +78,7 @@ def test_the_tree_is_the_tree() -> None:
 def test_the_heart_has_the_size_that_is_said() -> None:
     (said,) = re.findall(r"The heart is ([\d,]+) lines", README)
     package = ROOT / "megatron_style"
-    files = [package / "train.py", package / "engine" / "engine.py"]
+    files = [package / "train.py", package / "engine" / "engine.py", package / "engine" / "gradients.py"]
     for room in ("schedule", "parallel", "model"):
         files += (package / room).glob("*.py")
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)

@@ -197,8 +197,8 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts
     for argv, *words in (
         (("--table", 13, *new), "13", "--help"),
         (("--table", 1, "--scale", "huge", *new), "--scale huge", "tiny"),
-        (("--table", 1, "--seeds", 0, *new), "--seeds is 0", "at least 1"),
-        (("--table", 1, "--jobs", 0, *new), "--jobs is 0", "at least 1"),
+        (("--table", 1, "--seeds", 0, *new), "--seeds: '0'", "at least 1"),
+        (("--table", 1, "--jobs", 0, *new), "--jobs: '0'", "at least 1"),
         (("--table", 1, "--output", tmp_path / "file"), "is a file"),
         (("--table", 1, "--corpus", tmp_path / "no", *new), "no such folder"),
         (("--table", 1, "--corpus", tmp_path / "empty", *new), "no file with `train`"),

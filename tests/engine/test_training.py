@@ -14,6 +14,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
@@ -21,7 +22,6 @@ from megatron_style.model.memory import Memory
 from megatron_style.parallel.randomness import Noise, replicated_dropout, seed_sharded_dropout, sharded_dropout
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
-from megatron_style.train import accumulate_gradients
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, History, train_on, write_corpus, write_ds_config
 

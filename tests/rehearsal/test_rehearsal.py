@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig, load_run
-from megatron_style.engine.memory import peak_memory
 from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.parallel.layers import VocabParallelTable
+from megatron_style.parallel.peak_memory import peak_memory
 from megatron_style.rehearsal.rehearsal import Rehearsal, rehearse
 from tests.support.measured_step import measure_step
 from tests.support.runs import tiny_run

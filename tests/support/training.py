@@ -15,12 +15,12 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
+from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
-from megatron_style.train import accumulate_gradients
 
 VOCAB_SIZE = 37  # prime, so that no number of ranks divides it
 
