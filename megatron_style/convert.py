@@ -73,6 +73,11 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
             transfer.import_fairseq,
             {"checkpoint": _path("FILE.pt"), "--dictionary": _required(**_path("dict.txt"))} | _TO_MODEL,
         ),
+        "import-transformer-xl": Conversion(
+            "a folder of transformers' TransfoXL -> a model folder",
+            transfer.import_transformer_xl,
+            {"folder": _path("FOLDER")} | _TO_MODEL,
+        ),
         "export": Conversion(
             "a training checkpoint of any grid -> a model folder in float32",
             transfer.export_model,

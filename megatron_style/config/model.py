@@ -9,18 +9,24 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from megatron_style.base.errors import UserError
 from megatron_style.config.section import Section
 
-Positions = Literal["added", "infused"]  # kinds of attention, by how a token's position enters it
+Positions = Literal["added", "infused", "relative"]  # kinds of attention, by how a token's position enters it
 OptimizerKind = Literal["nag", "adamw"]
 DEFAULT_OPTIMIZER: OptimizerKind = "nag"
 EvaluationMode = Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
 
 
 class VocabularyConfig(Section):
-    """`adaptive`: frequency bands of shrinking width, tied. `tied`: one matrix for input and output. `untied`: two."""
+    """`adaptive`: frequency bands of shrinking width, tied. `tied`: one matrix for input and output. `untied`: two.
+
+    `biases` gives each logit one. `projections` is about the bands of an adaptive vocabulary: the first is projected on
+    the `input` side only (Baevski & Auli), on `both` sides by matrices of its own (Transformer-XL), or there are `none`
+    at all, which needs bands of equal width."""
 
     kind: Literal["adaptive", "tied", "untied"] = "adaptive"
     cutoffs: tuple[PositiveInt, ...] = ()
     factor: PositiveInt = 4
+    biases: bool = False
+    projections: Literal["input", "both", "none"] = "input"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -30,6 +36,10 @@ class VocabularyConfig(Section):
             raise ValueError(f"cutoffs {list(self.cutoffs)} belong to kind adaptive, not {self.kind}; remove them")
         if list(self.cutoffs) != sorted(set(self.cutoffs)):
             raise ValueError(f"cutoffs {list(self.cutoffs)} must grow, as in {sorted(set(self.cutoffs))}")
+        if self.kind != "adaptive" and self.projections != "input":
+            raise ValueError(f"projections {self.projections} belong to kind adaptive, not {self.kind}; remove them")
+        if self.projections == "none" and self.factor != 1:
+            raise ValueError(f"projections none need bands of equal width: factor 1, not {self.factor}")
         return self
 
 
@@ -55,6 +65,7 @@ class ModelConfig(Section):
     ffn_size: Width
     positions: Positions = "infused"
     cache: bool = True
+    norm: Literal["before", "after"] = "before"  # each sublayer, or each sum of a sublayer and its input
     sandwich: NonNegativeInt = 0  # attention sublayers before the first feed-forward one, besides the first
     vocabulary: VocabularyConfig
     dropout: DropoutConfig = DropoutConfig()

@@ -17,9 +17,9 @@ from megatron_style import __version__
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.model.attention import ATTENTIONS, Places
 from megatron_style.model.block import Block
 from megatron_style.model.memory import Memory
-from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, tag
@@ -127,7 +127,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
     length = segment_of(config)
     with torch.device("meta"):
         model = Shortformer(config.model, config.vocab_size)
-    model.positions = SinusoidalPositions(config.model.hidden_size)
+    model.positions = ATTENTIONS[config.model.positions].positions(config.model.hidden_size).double()
     capacity = min(config.cache_length, length)
     with _materialised(model.vocabulary, "vocabulary", source):
         entered = [
@@ -151,9 +151,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
         return torch.cat([model.vocabulary.nll(x_ND, wanted, None) for x_ND, wanted in parts]).numpy()
 
 
-def _attended(
-    block: Block, segments: Sequence[Tensor], positions: Sequence[Tensor | None], capacity: int
-) -> Iterator[Tensor]:
+def _attended(block: Block, segments: Sequence[Tensor], positions: Sequence[Places], capacity: int) -> Iterator[Tensor]:
     """Yield a block's attention output for each segment. Its memory of the segment before is its own input there."""
     memory = Memory((segments[0][:, :0],), capacity)
     for x, pos in zip(segments, positions, strict=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_style.base.errors import UserError
-from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, universal
+from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, transformer_xl, universal
 from megatron_style.formats.source import Holds, ModelSource, unheld
 
 
@@ -27,7 +27,14 @@ class Writable(Format, Protocol):
         """Write a folder or file that does not exist yet, with one tensor in memory at a time."""
 
 
-FORMATS: tuple[Format, ...] = (huggingface, model_folder, run_checkpoint, universal, fairseq)  # most specific first
+FORMATS: tuple[Format, ...] = (
+    huggingface,
+    transformer_xl,
+    model_folder,
+    run_checkpoint,
+    universal,
+    fairseq,
+)  # most specific first
 
 
 def open_model(path: Path) -> ModelSource:

@@ -19,7 +19,7 @@ from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place, write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.data.tokenizer import WordDictionary
-from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint
+from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, transformer_xl
 from megatron_style.formats.certificate import FILE, Certificate, certify
 from megatron_style.formats.formats import FORMATS, Writable, check_holds, open_model
 from megatron_style.formats.source import ModelSource
@@ -43,6 +43,13 @@ def import_fairseq(checkpoint: Path, dictionary: Path, output: Path, *, overwrit
         )
     source = replace(source, tokenizer=lambda: words)
     return _facts(output, source, transfer(source, model_folder, output, overwrite=overwrite))
+
+
+def import_transformer_xl(folder: Path, output: Path, *, overwrite: bool) -> Facts:
+    source = transformer_xl.read(folder)
+    certificate = transfer(source, model_folder, output, overwrite=overwrite)
+    flags = {"evaluate_with": transformer_xl.evaluation_flags(folder) or None}
+    return _facts(output, source, certificate) | flags
 
 
 def export_model(model: Path, output: Path, *, overwrite: bool, optimizer: bool) -> Facts:

@@ -3,23 +3,27 @@
 With position-infused attention, a key is W(x + p) + b = W x + (W p + b): a token's own part and a part of its place.
 Own parts and values are kept in buffers, and the parts of all places are computed once. So a new token costs one row
 through the model, and when a segment becomes the cache of the next, its keys move to their new places by an addition.
+With relative positions, keys have no part of their places, and the projections of all distances are computed once.
 
 Shape letters: B rows, T new tokens, N = B x T, S places, D hidden, H local heads, E head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.config.model import Positions
+from megatron_style.model.attention import ATTENTIONS, RelativeAttention
 from megatron_style.model.block import Block
 from megatron_style.model.kernels import causal_mask
+from megatron_style.model.memory import UNLIMITED, Reach
 from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
@@ -42,14 +46,25 @@ class _Run:
     seen: tuple[slice, slice]  # these rows, up to the longest
     mask: Tensor | None
 
+    def distances(self, device: torch.device) -> Tensor:
+        """Return how far each place that is seen lies before each new token [B or 1, T, S]; 0 for those after it."""
+        places = self.places
+        if isinstance(places, slice):
+            places = torch.arange(places.start, places.stop, device=device)[None]
+        seen_S = torch.arange(self.seen[1].stop, device=device)
+        return (places[:, :, None] - seen_S).clamp(min=0)
+
 
 class Decoder:
     """Rows of text that grow independently, as in training: a segment grows to its length, then its last tokens become
     the cache of the next. Rows of equal length need no mask."""
 
-    def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
+    def __init__(
+        self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int, reach: Reach = UNLIMITED
+    ) -> None:
         assert ATTENTIONS[model.config.positions].can_decode, "positions must enter queries and keys only"
         self._model = model
+        self._window = reach.window
         self._segment_length = segment_length
         self._cache_length = cache_length
         self._device = model.positions.table.device
@@ -57,7 +72,10 @@ class Decoder:
         self._filled = [0] * rows  # places in use
         self._shared = 0  # the first places, which are known to be equal in all rows
         pos_SD = model.positions(segment_length + cache_length)
-        self._layers = [_Layer(block, rows, pos_SD) for block in model.blocks]
+        if reach.clamp is not None:
+            pos_SD = pos_SD[torch.arange(len(pos_SD), device=self._device).clamp(max=reach.clamp)]
+        kind = _LAYERS[model.config.positions]
+        self._layers = [kind(block, rows, pos_SD) for block in model.blocks]
 
     @torch.no_grad()
     def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Reading:
@@ -122,69 +140,132 @@ class Decoder:
         end = max(filled) + T
         seen = (rows, slice(0, end))
         if len(set(filled)) == 1:
-            return _Run(rows, slice(end - T, end), seen, causal_mask(T, end, self._device) if T > 1 else None)
+            needs_mask = T > 1 or self._window is not None
+            mask = causal_mask(T, end, self._device, window=self._window) if needs_mask else None
+            return _Run(rows, slice(end - T, end), seen, mask)
         assert T == 1
         rows_B1 = torch.arange(rows.start, rows.stop, device=self._device)[:, None]
         places_B1 = torch.tensor(filled, device=self._device)[:, None]
-        visible_B11S = (torch.arange(end, device=self._device) <= places_B1)[:, None, None]
-        return _Run(rows_B1, places_B1, seen, visible_B11S)
+        seen_S = torch.arange(end, device=self._device)
+        visible_BS = seen_S <= places_B1
+        if self._window is not None:
+            visible_BS &= seen_S > places_B1 - self._window
+        return _Run(rows_B1, places_B1, seen, visible_BS[:, None, None])
 
 
-class _Layer:
+class _Layer(ABC):
     """A block and its cached keys and values. It projects queries, keys and values at once, from a copy of their
-    weights: a quarter of the block's."""
+    weights: a quarter of the block's. `buffers` are [B, S, H, E], the keys and values last."""
 
     @torch.no_grad()
-    def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor, buffers: int) -> None:
         self._block = block
         attention = block.attention
         self._inward = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
-        pos_SD = pos_SD.to(self._inward.dtype)
-        places = [attention.query(pos_SD), attention.key(pos_SD), attention.value.bias.expand(len(pos_SD), -1)]
-        self._places_S3HE = self._heads(torch.cat(places, -1))
-        S, _, H, E = self._places_S3HE.shape
+        E = attention.head_size
+        H = len(attention.query.weight) // E
         # Each head's places are contiguous in memory, because attention reads them by head.
-        self.buffers = [pos_SD.new_zeros(rows, H, S, E).transpose(1, 2) for _ in range(3)]
-        self._own_keys_BSHE, self._keys_BSHE, self._values_BSHE = self.buffers
+        empty = self._inward.new_zeros(buffers, rows, H, len(pos_SD), E)
+        self.buffers = list(empty.transpose(2, 3))
+        self._keys_BSHE, self._values_BSHE = self.buffers[-2:]
 
     def attend(self, x_BTD: Tensor, run: _Run) -> Tensor:
-        return x_BTD + self._attend(self._block.attention_norm(x_BTD), run)
+        block = self._block
+        seen = block.attention_norm(x_BTD) if block.norm_before else x_BTD
+        query_BTHE, bias = self._append(seen, run)
+        mixed = F.scaled_dot_product_attention(
+            query_BTHE.transpose(1, 2),
+            self._keys_BSHE[run.seen].transpose(1, 2),
+            self._values_BSHE[run.seen].transpose(1, 2),
+            attn_mask=bias,
+        )
+        x_BTD = x_BTD + _row_parallel(mixed.transpose(1, 2).flatten(2), block.attention.out)
+        return x_BTD if block.norm_before else block.attention_norm(x_BTD)
 
     def feed(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         block = self._block
-        fed_BTD = block.ffn_norm(x_BTD)
-        inner = F.relu(_product(fed_BTD, block.up.weight) + block.up.bias)
-        return x_BTD + _row_parallel(inner, block.down), fed_BTD
+        fed_BTD = block.ffn_norm(x_BTD) if block.norm_before else x_BTD
+        inner = F.relu(_biased(_product(fed_BTD, block.up.weight), block.up.bias))
+        x_BTD = x_BTD + _row_parallel(inner, block.down)
+        return x_BTD if block.norm_before else block.ffn_norm(x_BTD), fed_BTD
 
-    def _attend(self, x_BTD: Tensor, run: _Run) -> Tensor:
+    @abstractmethod
+    def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
+        """Keep the keys and values of new tokens. Return their queries, and the mask or bias of their scores."""
+
+    def move_to_front(self, row: int, kept: slice) -> None:
+        """Move the last tokens to the first places: once per segment, not once per token."""
+        for buffer in self.buffers:
+            buffer[row, : kept.stop - kept.start] = buffer[row, kept].clone()
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], 3, -1, self._block.attention.head_size)
+
+
+class _InfusedLayer(_Layer):
+    """In addition to keys it keeps their own parts, to which another place can be added."""
+
+    @torch.no_grad()
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
+        super().__init__(block, rows, pos_SD, buffers=3)
+        attention = block.attention
+        assert attention.value.bias is not None, "only relative attention has no biases"
+        pos_SD = pos_SD.to(self._inward.dtype)
+        places = [attention.query(pos_SD), attention.key(pos_SD), attention.value.bias.expand(len(pos_SD), -1)]
+        self._places_S3HE = self._heads(torch.cat(places, -1))
+        self._own_keys_BSHE = self.buffers[0]
+
+    def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
         new = (run.rows, run.places)
         own_BT3HE = self._heads(_product(x_BTD, self._inward))
         query, keys, values = (own_BT3HE + self._places_S3HE[run.places]).unbind(2)
         self._own_keys_BSHE[new] = own_BT3HE[:, :, 1]
         self._keys_BSHE[new] = keys
         self._values_BSHE[new] = values
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            self._keys_BSHE[run.seen].transpose(1, 2),
-            self._values_BSHE[run.seen].transpose(1, 2),
-            attn_mask=run.mask,
-        )
-        return _row_parallel(mixed.transpose(1, 2).flatten(2), self._block.attention.out)
+        return query, run.mask
 
     def move_to_front(self, row: int, kept: slice) -> None:
-        """Move the last tokens to the first places: once per segment, not once per token."""
-        own_keys, keys, values = (buffer[row] for buffer in self.buffers)
+        super().move_to_front(row, kept)
         first = slice(0, kept.stop - kept.start)
-        own_keys[first] = own_keys[kept].clone()
-        values[first] = values[kept].clone()
-        keys[first] = own_keys[first] + self._places_S3HE[first, 1]
+        self._keys_BSHE[row, first] = self._own_keys_BSHE[row, first] + self._places_S3HE[first, 1]
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], 3, -1, self._block.attention.head_size)
+
+class _RelativeLayer(_Layer):
+    """Its keys do not depend on their places; the bias of a score depends on the query and the distance."""
+
+    @torch.no_grad()
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
+        super().__init__(block, rows, pos_SD, buffers=2)
+        self._attention = cast(RelativeAttention, block.attention)
+        by_distance = self._attention.distance(pos_SD.to(self._inward.dtype))
+        self._distances_HES = by_distance.view(len(pos_SD), -1, self._attention.head_size).permute(1, 2, 0).contiguous()
+
+    def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
+        new = (run.rows, run.places)
+        query, keys, values = self._heads(_product(x_BTD, self._inward)).unbind(2)
+        self._keys_BSHE[new] = keys
+        self._values_BSHE[new] = values
+        distant_BHTE = (query + self._attention.distance_bias).transpose(1, 2) * self._attention.head_size**-0.5
+        distances_BTS = run.distances(x_BTD.device)
+        scores_BHTS = distant_BHTE @ self._distances_HES[..., : distances_BTS.shape[-1]]
+        bias_BHTS = scores_BHTS.gather(-1, distances_BTS[:, None].expand(scores_BHTS.shape))
+        if run.mask is not None:
+            bias_BHTS = bias_BHTS.masked_fill(~run.mask, -torch.inf)
+        return query + self._attention.content_bias, bias_BHTS
+
+
+_LAYERS: Mapping[Positions, Callable[[Block, int, Tensor], _Layer]] = {
+    "infused": _InfusedLayer,
+    "relative": _RelativeLayer,
+}
 
 
 def _row_parallel(x_BTD: Tensor, layer: RowParallelLinear) -> Tensor:
-    return reduce_from_shards(_product(x_BTD, layer.weight), layer.axis) + layer.bias
+    return _biased(reduce_from_shards(_product(x_BTD, layer.weight), layer.axis), layer.bias)
+
+
+def _biased(x_BTD: Tensor, bias: Tensor | None) -> Tensor:
+    return x_BTD if bias is None else x_BTD + bias
 
 
 def _product(x_BTD: Tensor, weight: Tensor) -> Tensor:

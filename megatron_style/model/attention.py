@@ -6,24 +6,38 @@ Shape letters: B rows, T segment tokens, C remembered tokens, S both, D hidden, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig, Positions
-from megatron_style.model.kernels import attend
-from megatron_style.model.positions import SinusoidalPositions
+from megatron_style.model.kernels import attend, attend_with_distances, causal_mask
+from megatron_style.model.memory import UNLIMITED, Reach
+from megatron_style.model.positions import SinusoidalPositions, distance_sinusoids, sinusoids
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_style.parallel.randomness import Noise
-from megatron_style.parallel.sharding import uniform, xavier, zeros
+from megatron_style.parallel.sharding import Layout, normal, parameter, uniform, xavier, zeros
 from megatron_style.parallel.topology import Axis
+
+
+class Distances(NamedTuple):
+    """What relative positions pass to every block."""
+
+    table_SD: Tensor  # the sinusoids of the distances S-1 to 0
+    hidden_TS: Tensor  # True where a token of the segment does not see one of the memory and the segment
+
+
+Places = Tensor | Distances | None  # what a kind of positions passes to every block
+KeysValues = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
     """Attention for positions that are added to the token vectors: the layer itself does not see them."""
 
     can_decode: ClassVar[bool] = False  # an added position cannot be removed from a cached token when the token moves
+    has_biases: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
@@ -31,34 +45,46 @@ class Attention(nn.Module):
         self.head_size = D // config.heads
         self.axis = axis
         self.dropout = config.dropout.attention
-        inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": uniform(D**-0.5)}
+        bias = uniform(D**-0.5) if self.has_biases else None
+        inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": bias}
         self.query = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
         self.key = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
         self.value = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.out = RowParallelLinear(D, D, axis=axis, weight=xavier(D, D), bias=zeros)
+        self.out = RowParallelLinear(D, D, axis=axis, weight=xavier(D, D), bias=zeros if self.has_biases else None)
 
     @staticmethod
-    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int) -> tuple[Tensor, Tensor | None]:
+    def positions(size: int) -> SinusoidalPositions:
+        """Return the table from which `enter` takes its positions."""
+        return SinusoidalPositions(size, sinusoids)
+
+    @staticmethod
+    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
         """Return the input of the first block, and the positions that are passed to every block."""
         del remembered
+        assert reach == UNLIMITED, "only relative positions have a reach"
         return x_BTD + positions(x_BTD.shape[1]).to(x_BTD.dtype), None
 
-    def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None, noise: Noise | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Tensor:
         x_BTD = copy_to_shards(x_BTD, self.axis)
-        placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos_SD)
+        placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
         queries = self._heads(self.query(placed_BTD))
         # The memory is projected apart from the segment: no gradient has to flow back to it.
         keys, cached_keys = map(self._heads, self.key(placed_BTD, placed_BCD))
         values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
         dropout = self.dropout if noise is not None else 0.0
-        mixed_BHTE = attend(queries, (cached_keys, cached_values), (keys, values), dropout=dropout)
+        mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
         out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
         return out
 
-    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the segment and the memory with the positions that queries and keys see."""
-        assert pos_SD is None, "positions have been added already"
+    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
+        """Return the segment and the memory with the positions that the projections of queries and keys see."""
+        del pos  # added already, or not part of a vector
         return x_BTD, cached_BCD
+
+    def mixed(self, queries: Tensor, cached: KeysValues, inside: KeysValues, pos: Places, dropout: float) -> Tensor:
+        """Return the mixture of values for each query [B, H, T, E]."""
+        del pos
+        return attend(queries, cached, inside, dropout=dropout)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], x.shape[2] // self.head_size, self.head_size).transpose(1, 2)
@@ -71,14 +97,57 @@ class InfusedAttention(Attention):
     can_decode = True
 
     @staticmethod
-    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int) -> tuple[Tensor, Tensor | None]:
+    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
+        assert reach == UNLIMITED, "only relative positions have a reach"
         # A bf16 engine keeps buffers in float32.
         return x_BTD, positions(remembered + x_BTD.shape[1]).to(x_BTD.dtype)
 
-    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos_SD: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert pos_SD is not None, "there are no positions to infuse"
+    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
+        assert isinstance(pos, Tensor), "there are no positions to infuse"
         C = cached_BCD.shape[1]
-        return x_BTD + pos_SD[C:], cached_BCD + pos_SD[:C]
+        return x_BTD + pos[C:], cached_BCD + pos[:C]
 
 
-ATTENTIONS: Mapping[Positions, type[Attention]] = {"added": Attention, "infused": InfusedAttention}
+class RelativeAttention(Attention):
+    """Transformer-XL's attention. Token i sees token j by (q_i + u) k_j + (q_i + v) r_{i-j}, where r is a projection of
+    the sinusoid of their distance. Its projections have no biases. u and v belong to each block, as in the authors'
+    best model; where their code shares them, all blocks hold the same."""
+
+    can_decode = True
+    has_biases = False
+
+    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+        super().__init__(config, axis)
+        D = config.hidden_size
+        layout = Layout((config.heads, self.head_size), 0, draw=normal(0.02))
+        self.content_bias = parameter(layout, axis)  # u
+        self.distance_bias = parameter(layout, axis)  # v
+        self.distance = ColumnParallelLinear(D, D, axis=axis, weight=xavier(D, D, gain=2**-0.5), bias=None)
+
+    @staticmethod
+    def positions(size: int) -> SinusoidalPositions:
+        return SinusoidalPositions(size, distance_sinusoids)
+
+    @staticmethod
+    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
+        T = x_BTD.shape[1]
+        S = remembered + T
+        farthest = S - 1 if reach.clamp is None else reach.clamp
+        distance_S = torch.arange(S - 1, -1, -1, device=x_BTD.device).clamp(max=farthest)
+        table_SD = positions(S)[distance_S].to(x_BTD.dtype)
+        return x_BTD, Distances(table_SD, ~causal_mask(T, S, x_BTD.device, window=reach.window))
+
+    def mixed(self, queries: Tensor, cached: KeysValues, inside: KeysValues, pos: Places, dropout: float) -> Tensor:
+        assert isinstance(pos, Distances), "there are no distances"
+        keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
+        distances_1HSE = self._heads(self.distance(pos.table_SD[None]))
+        content = queries + self.content_bias[:, None]
+        distant = queries + self.distance_bias[:, None]
+        return attend_with_distances(content, distant, keys, values, distances_1HSE, pos.hidden_TS, dropout=dropout)
+
+
+ATTENTIONS: Mapping[Positions, type[Attention]] = {
+    "added": Attention,
+    "infused": InfusedAttention,
+    "relative": RelativeAttention,
+}

@@ -1,4 +1,4 @@
-"""One pre-norm transformer block: an attention and a feed-forward sublayer, which other blocks' may separate."""
+"""One transformer block: an attention and a feed-forward sublayer, between which those of other blocks may come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.attention import ATTENTIONS, Places
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
@@ -24,20 +24,23 @@ class Block(nn.Module):
         ffn = config.ffn_size
         self.axis = axis
         self.rates = config.dropout
+        self.norm_before = config.norm == "before"
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
         self.attention = ATTENTIONS[config.positions](config, axis)
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def attend(self, x: Tensor, cached: Tensor, pos: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its attention input, which becomes the next segment's memory."""
-        seen = self.attention_norm(x)
+        seen = self.attention_norm(x) if self.norm_before else x
         mixed = self.attention(seen, cached, pos, noise)
-        return x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention")), seen
+        x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
+        return x if self.norm_before else self.attention_norm(x), seen
 
     def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""
-        fed = self.ffn_norm(x)
+        fed = self.ffn_norm(x) if self.norm_before else x
         inner = sharded_dropout(F.relu(self.up(copy_to_shards(fed, self.axis))), self.rates.activation, noise)
-        return x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn")), fed
+        x = x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn"))
+        return x if self.norm_before else self.ffn_norm(x), fed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,20 +12,32 @@ from megatron_style.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
+class Reach:
+    """How far tokens with relative positions see: a property of an evaluation, not of a model."""
+
+    window: int | None = None  # tokens that each one sees, itself included; None: the memory and the segment up to it
+    clamp: int | None = None  # longer distances count as this one
+
+
+UNLIMITED = Reach()
+
+
+@dataclass(frozen=True)
 class Memory:
-    """`layers[i]` is [rows, length, hidden]: layer i's attention input (after the layer norm, before projections),
-    without positions and without gradient. It holds at most the last `capacity` tokens.
+    """`layers[i]` is [rows, length, hidden]: layer i's attention input (what its projections read), without positions
+    and without gradient. It holds at most the last `capacity` tokens.
 
     All code that keeps, saves, loads or measures a memory uses these methods, so that another kind of memory is another
     class with the same ones."""
 
     layers: tuple[Tensor, ...]
     capacity: int
+    reach: Reach = UNLIMITED
 
     @classmethod
-    def empty(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor) -> Memory:
+    def empty(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor, reach: Reach = UNLIMITED) -> Memory:
         """Return the memory of rows that have read nothing yet."""
-        return cls._of_length(config, rows, 0, capacity, like)
+        return replace(cls._of_length(config, rows, 0, capacity, like), reach=reach)
 
     @classmethod
     def full(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor) -> Memory:
@@ -53,7 +65,7 @@ class Memory:
     def advance(self, seen: Sequence[Tensor]) -> Memory:
         """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""
         pairs = zip(self.layers, seen, strict=True)
-        return Memory(tuple(self._last(old, new.detach()) for old, new in pairs), self.capacity)
+        return replace(self, layers=tuple(self._last(old, new.detach()) for old, new in pairs))
 
     def _last(self, old: Tensor, new: Tensor) -> Tensor:
         if new.shape[1] == self.capacity:

@@ -85,30 +85,46 @@ def _attention(config: ModelConfig) -> Shapes:
     }
 
 
+def _relative_attention(config: ModelConfig) -> Shapes:
+    D = config.hidden_size
+    biases = Shape((config.heads, D // config.heads), 0)
+    projections = {name: shape for name, shape in _attention(config).items() if name.endswith(".weight")}
+    distance = Shape((D, D), 0)
+    return {"content_bias": biases, "distance_bias": biases, **projections, "distance.weight": distance}
+
+
 _ATTENTIONS: Mapping[str, Callable[[ModelConfig], Shapes]] = {
     "added": _attention,
     "infused": _attention,
+    "relative": _relative_attention,
 }
 
 
 def _adaptive(config: ModelConfig, vocab_size: int) -> Shapes:
     D = config.hidden_size
+    biases = config.vocabulary.biases
+    projections = config.vocabulary.projections
     found = bands(config, vocab_size)
     shapes = {"clusters": Shape((len(found) - 1, D))}
+    if biases:
+        shapes["cluster_biases"] = Shape((len(found) - 1,))
     for i, band in enumerate(found):
-        shapes[f"bands.{i}.projection"] = Shape((D, band.width))
-        shapes |= _inside(f"bands.{i}.table", _table(band.tokens, band.width))
+        if projections != "none":
+            shapes[f"bands.{i}.projection"] = Shape((D, band.width))
+        if projections == "both" and i == 0:
+            shapes[f"bands.{i}.output_projection"] = Shape((D, band.width))
+        shapes |= _inside(f"bands.{i}.table", _table(band.tokens, band.width, biases=biases))
     return shapes
 
 
 def _tied(config: ModelConfig, vocab_size: int) -> Shapes:
-    return _inside("table", _table(vocab_size, config.hidden_size))
+    return _inside("table", _table(vocab_size, config.hidden_size, biases=config.vocabulary.biases))
 
 
 def _untied(config: ModelConfig, vocab_size: int) -> Shapes:
     return {
         **_inside("table", _table(vocab_size, config.hidden_size)),
-        **_inside("output_table", _table(vocab_size, config.hidden_size)),
+        **_inside("output_table", _table(vocab_size, config.hidden_size, biases=config.vocabulary.biases)),
     }
 
 
@@ -131,8 +147,9 @@ def _norm(size: int) -> Shapes:
     return {"weight": Shape((size,)), "bias": Shape((size,))}
 
 
-def _table(tokens: int, width: int) -> Shapes:
-    return {"weight": Shape((tokens, width), 0, is_table=True)}
+def _table(tokens: int, width: int, *, biases: bool = False) -> Shapes:
+    shapes = {"weight": Shape((tokens, width), 0, is_table=True)}
+    return shapes | ({"bias": Shape((tokens,), 0)} if biases else {})
 
 
 def _inside(name: str, shapes: Mapping[str, Shape]) -> Shapes:

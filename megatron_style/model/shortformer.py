@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.attention import ATTENTIONS, Distances, Places
 from megatron_style.model.block import Block
-from megatron_style.model.memory import Memory
-from megatron_style.model.positions import SinusoidalPositions
+from megatron_style.model.memory import UNLIMITED, Memory, Reach
 from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.randomness import Noise, replicated_dropout
@@ -51,11 +50,11 @@ class Shortformer(nn.Module):
         self.vocab_size = vocab_size
         self.recompute = recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
-        self.positions = SinusoidalPositions(config.hidden_size)
+        self.positions = ATTENTIONS[config.positions].positions(config.hidden_size)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config, axis) for _ in range(config.layers)))
 
-    def empty_memory(self, rows: int, capacity: int) -> Memory:
-        return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()))
+    def empty_memory(self, rows: int, capacity: int, reach: Reach = UNLIMITED) -> Memory:
+        return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
 
     def forward(
         self,
@@ -81,8 +80,11 @@ class Shortformer(nn.Module):
         )
 
     def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
-        x, pos = self.enter(ids_BT, memory.length)
+        x, pos = self.enter(ids_BT, memory.length, memory.reach)
         x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
+        if isinstance(pos, Distances):
+            table = replicated_dropout(pos.table_SD, self.config.dropout.hidden, noise and noise.at("distances"))
+            pos = pos._replace(table_SD=table)
         all_seen = []
         for unit in units(self.config):
             x, seen, fed = self._run(unit, x, memory, pos, noise)
@@ -91,9 +93,9 @@ class Shortformer(nn.Module):
         assert fed is not None, "the last sublayer is a feed-forward one"
         return Features(x, memory.advance(all_seen), fed)
 
-    def enter(self, ids_BT: Tensor, remembered: int) -> tuple[Tensor, Tensor | None]:
+    def enter(self, ids_BT: Tensor, remembered: int, reach: Reach = UNLIMITED) -> tuple[Tensor, Places]:
         """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
-        return ATTENTIONS[self.config.positions].enter(self.embed(ids_BT), self.positions, remembered)
+        return ATTENTIONS[self.config.positions].enter(self.embed(ids_BT), self.positions, remembered, reach)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the token vectors, without positions."""
@@ -101,7 +103,7 @@ class Shortformer(nn.Module):
         return self.vocabulary.embed(ids_BT) * scale
 
     def _run(
-        self, unit: Unit, x: Tensor, memory: Memory, pos: Tensor | None, noise: Noise | None
+        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the output of the unit, and the inputs of its attention and of its feed-forward sublayer."""
         if self.recompute and torch.is_grad_enabled():
@@ -109,7 +111,7 @@ class Shortformer(nn.Module):
         return self._sublayers(unit, x, memory, pos, noise)
 
     def _sublayers(
-        self, unit: Unit, x: Tensor, memory: Memory, pos: Tensor | None, noise: Noise | None
+        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         seen = None
         fed = None

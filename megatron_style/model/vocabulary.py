@@ -18,20 +18,41 @@ from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shar
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
 from megatron_style.parallel.randomness import Noise, replicated_dropout
-from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier
+from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier, zeros
 from megatron_style.parallel.topology import Axis
 
 
 class Band(nn.Module):
     """A frequency band of an adaptive vocabulary: tokens first..first+V with vectors of their own width."""
 
-    def __init__(self, shape: BandShape, hidden_size: int, axis: Axis) -> None:
+    def __init__(self, shape: BandShape, config: ModelConfig, axis: Axis) -> None:
         super().__init__()
         self.first = shape.first
         self.last = shape.last
+        self.axis = axis
         width = shape.width
-        self.table = VocabParallelTable(shape.tokens, width, axis=axis, weight=normal(width**-0.5))
-        self.projection = parameter(Layout((hidden_size, width), draw=xavier(width, hidden_size)), axis)
+        D = config.hidden_size
+        projections = config.vocabulary.projections
+        layout = Layout((D, width), draw=xavier(width, D))
+        self.table = VocabParallelTable(
+            shape.tokens, width, axis=axis, weight=normal(width**-0.5), biases=config.vocabulary.biases
+        )
+        self.projection = None if projections == "none" else parameter(layout, axis)
+        is_head = shape.first == 0
+        self.output_projection = parameter(layout, axis) if projections == "both" and is_head else None
+        self._scores_by_its_own = is_head  # a tail's projection serves both sides
+
+    def widened(self, rows: Tensor) -> Tensor:
+        """Return token vectors in the hidden size."""
+        if self.projection is None:
+            return rows
+        # Each rank projects its own tokens only, so the projection's gradient is a sum over the ranks.
+        return F.linear(rows, copy_to_shards(self.projection, self.axis))
+
+    def narrowed(self, x_ND: Tensor) -> Tensor:
+        """Return hidden vectors in the width in which this band scores them."""
+        projection = self.output_projection if self._scores_by_its_own else self.projection
+        return x_ND if projection is None else F.linear(x_ND, projection.T)
 
     def holds(self, ids: Tensor) -> Tensor:
         """Return the indices of the ids that belong to this band."""
@@ -41,8 +62,9 @@ class Band(nn.Module):
 class AdaptiveVocabulary(nn.Module):
     """Baevski & Auli's adaptive input and softmax, with tables and tail projections tied.
 
-    Band 0 is scored without its projection, which belongs to the input side only. A tail token's probability is that
-    of its band (a cluster logit next to band 0's logits) times its probability inside the band."""
+    The head's projection belongs to the input side only; Transformer-XL has another for the output. A tail token's
+    probability is that of its band (a cluster logit next to the head's logits) times its probability inside the band.
+    """
 
     def __init__(self, config: ModelConfig, vocab_size: int, axis: Axis) -> None:
         super().__init__()
@@ -50,17 +72,18 @@ class AdaptiveVocabulary(nn.Module):
         self.axis = axis
         self.hidden_size = D
         self.dropout = config.dropout.softmax
-        self.bands = cast("Sequence[Band]", nn.ModuleList(Band(b, D, axis) for b in bands(config, vocab_size)))
+        self.bands = cast("Sequence[Band]", nn.ModuleList(Band(b, config, axis) for b in bands(config, vocab_size)))
         tails = len(self.bands) - 1
         self.clusters = parameter(Layout((tails, D), draw=xavier(D, tails)), axis)
+        biases = config.vocabulary.biases
+        self.cluster_biases = parameter(Layout((tails,), draw=zeros), axis) if biases else None
 
     def embed(self, ids: Tensor) -> Tensor:
         flat = ids.reshape(-1)
         out_ND = self.clusters.new_zeros(flat.numel(), self.hidden_size)
         for band in self.bands:
             index, rows = band.table.owned_rows(flat - band.first)
-            # Each rank projects its own tokens only, so the projection's gradient is a sum over the ranks.
-            out_ND.index_copy_(0, index, F.linear(rows, copy_to_shards(band.projection, self.axis)))
+            out_ND.index_copy_(0, index, band.widened(rows))
         return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
@@ -68,15 +91,14 @@ class AdaptiveVocabulary(nn.Module):
         the host are sorted into bands there, so that nothing waits for the device."""
         head, *tails = self.bands
         x_ND = replicated_dropout(x_ND, self.dropout, noise)
-        words = _full_precision(head.table.logits(x_ND))
-        clusters = _full_precision(F.linear(x_ND, self.clusters))
+        words, clusters = self._head_logits(x_ND)
         words_total, picked = _total_and_pick(words, targets_N, head.table)  # zero is picked for a tail token
         nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
             inside_targets = targets_N[index] - band.first
             index = index.to(x_ND.device, non_blocking=True)
-            narrow = F.linear(x_ND.index_select(0, index), band.projection.T)
+            narrow = band.narrowed(x_ND.index_select(0, index))
             narrow = replicated_dropout(narrow, self.dropout, noise and noise.at(i))
             inside = _table_nll(narrow, inside_targets, band.table)
             nll_N = nll_N.index_add(0, index, inside - clusters[:, i].index_select(0, index))
@@ -85,10 +107,10 @@ class AdaptiveVocabulary(nn.Module):
     def likeliest(self, x_ND: Tensor) -> Tensor:
         """Return the most probable token after each row, on any number of tensor ranks."""
         head, *tails = self.bands
-        clusters = _full_precision(F.linear(x_ND, self.clusters))
-        best = [_best_owned(_full_precision(head.table.logits(x_ND)), head.table)]
+        words, clusters = self._head_logits(x_ND)
+        best = [_best_owned(words, head.table)]
         for i, band in enumerate(tails):
-            inside = _full_precision(band.table.logits(F.linear(x_ND, band.projection.T)))
+            inside = _full_precision(band.table.logits(band.narrowed(x_ND)))
             score, index = _best_owned(inside, band.table)
             # On the scale of band 0's logits: the band's own logit plus the token's log-probability inside the band.
             best.append((clusters[:, i] + score - sharded_logsumexp(inside, self.axis), band.first + index))
@@ -109,14 +131,20 @@ class AdaptiveVocabulary(nn.Module):
     def head_log_probs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of band 0's tokens, and of each tail band as one event."""
         assert self.axis.size == 1
-        logits = torch.cat([self.bands[0].table.logits(x_ND), F.linear(x_ND, self.clusters)], -1)
-        words, clusters = _full_precision(logits).log_softmax(-1).split([self.bands[0].last, len(self.clusters)], -1)
+        logits = torch.cat(self._head_logits(x_ND), -1)
+        words, clusters = logits.log_softmax(-1).split([self.bands[0].last, len(self.clusters)], -1)
         return words, clusters
 
     def tail_log_probs(self, tail: int, x: Tensor) -> Tensor:
         """Return the log-probabilities of a tail band's tokens, given the band."""
         band = self.bands[tail + 1]
-        return _full_precision(band.table.logits(F.linear(x, band.projection.T))).log_softmax(-1)
+        return _full_precision(band.table.logits(band.narrowed(x))).log_softmax(-1)
+
+    def _head_logits(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's columns of the head's logits, and the logits of the tail bands."""
+        narrow = self.bands[0].narrowed(x_ND)
+        words = self.bands[0].table.logits(narrow)
+        return _full_precision(words), _full_precision(F.linear(narrow, self.clusters, self.cluster_biases))
 
 
 class PlainVocabulary(nn.Module):
@@ -127,9 +155,12 @@ class PlainVocabulary(nn.Module):
         D = config.hidden_size
         self.axis = axis
         self.hidden_size = D
-        self.table = VocabParallelTable(vocab_size, D, axis=axis, weight=normal(D**-0.5))
-        if config.vocabulary.kind == "untied":
-            self.output_table = VocabParallelTable(vocab_size, D, axis=axis, weight=normal(D**-0.5))
+        biases = config.vocabulary.biases
+        untied = config.vocabulary.kind == "untied"
+        draw = normal(D**-0.5)
+        self.table = VocabParallelTable(vocab_size, D, axis=axis, weight=draw, biases=biases and not untied)
+        if untied:
+            self.output_table = VocabParallelTable(vocab_size, D, axis=axis, weight=draw, biases=biases)
         else:
             self.output_table = self.table
 

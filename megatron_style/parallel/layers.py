@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
-from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag
+from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag, zeros
 from megatron_style.parallel.topology import Axis
 
 
@@ -17,10 +17,10 @@ class ColumnParallelLinear(nn.Module):
     The caller passes its input through `copy_to_shards`, once for all layers that read it, so that the backward pass
     has one all-reduce."""
 
-    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
+    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw | None) -> None:
         super().__init__()
         self.weight = parameter(Layout((out_features, in_features), 0, draw=weight), axis)
-        self.bias = parameter(Layout((out_features,), 0, draw=bias), axis)
+        self.bias = parameter(Layout((out_features,), 0, draw=bias), axis) if bias else None
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Apply the layer to each input. One call serves several inputs, so that ZeRO 3 gathers the weight once."""
@@ -31,16 +31,17 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with the input features split: partial sums are reduced, then the bias is added once."""
 
-    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw) -> None:
+    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw | None) -> None:
         super().__init__()
         self.axis = axis
         self.weight = parameter(Layout((out_features, in_features), 1, draw=weight), axis)
-        self.bias = parameter(Layout((out_features,), draw=bias), axis)
+        self.bias = parameter(Layout((out_features,), draw=bias), axis) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
-        return reduce_from_shards(F.linear(x, self.weight), self.axis) + self.bias
+        total = reduce_from_shards(F.linear(x, self.weight), self.axis)
+        return total if self.bias is None else total + self.bias
 
 
 class ReplicatedLayerNorm(nn.LayerNorm):
@@ -53,13 +54,15 @@ class ReplicatedLayerNorm(nn.LayerNorm):
 
 
 class VocabParallelTable(nn.Module):
-    """Token vectors split by token id: rows are looked up for embeddings, and multiplied by for logits."""
+    """Token vectors split by token id: rows are looked up for embeddings, and multiplied by for logits, which may have
+    a bias each."""
 
-    def __init__(self, tokens: int, width: int, *, axis: Axis, weight: Draw) -> None:
+    def __init__(self, tokens: int, width: int, *, axis: Axis, weight: Draw, biases: bool = False) -> None:
         super().__init__()
         self.axis = axis
         self.tokens = tokens
         self.weight = parameter(Layout((tokens, width), 0, is_table=True, draw=weight), axis)
+        self.bias = parameter(Layout((tokens,), 0, draw=zeros), axis) if biases else None
 
     def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of those ids (relative to this table's first) that this rank holds, and their vectors.
@@ -72,4 +75,5 @@ class VocabParallelTable(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return this rank's columns [..., tokens / tp]; rows that only pad the shard are left out."""
         owned = layout_of(self.weight).owned(self.axis)
-        return F.linear(copy_to_shards(x, self.axis), self.weight[: len(owned)])
+        bias = None if self.bias is None else self.bias[: len(owned)]
+        return F.linear(copy_to_shards(x, self.axis), self.weight[: len(owned)], bias)

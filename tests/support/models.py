@@ -14,6 +14,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "shortformer-untied": {"kind": "untied"},
     "sandwich": {"layers": 3, "sandwich": 2, "positions": "added", "cache": False},
     "sandwich-shortformer": {"layers": 3, "sandwich": 1},
+    "norm-after": {"norm": "after"},
+    "transformer-xl": {"positions": "relative", "norm": "after", "kind": "tied", "biases": True},
+    "transformer-xl-before": {"positions": "relative", "kind": "untied", "biases": True},
+    "transformer-xl-adaptive": {"positions": "relative", "norm": "after", "biases": True, "projections": "both"},
+    "transformer-xl-base": {
+        "positions": "relative",
+        "norm": "after",
+        "biases": True,
+        "factor": 1,
+        "projections": "none",
+    },
+    "sandwich-transformer-xl": {"layers": 3, "sandwich": 1, "positions": "relative"},
 }
 
 

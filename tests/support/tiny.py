@@ -31,7 +31,9 @@ L = 6  # segment and cache
 
 
 def tiny_config(kind: str = "adaptive", **model: Any) -> ModelFolderConfig:
+    """Return the settings of a small model; those of its vocabulary may be among the others."""
     vocabulary = {"kind": kind, "cutoffs": [10, 20], "factor": 2} if kind == "adaptive" else {"kind": kind}
+    vocabulary |= {key: model.pop(key) for key in ("factor", "biases", "projections") if key in model}
     sizes = {"layers": 2, "hidden_size": 16, "heads": 4, "ffn_size": 32, "vocabulary": vocabulary}
     cache_length = L if model.get("cache", True) else 0
     data = {"model": sizes | model, "vocab_size": VOCAB_SIZE, "segment_length": L, "cache_length": cache_length}
