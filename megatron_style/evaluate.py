@@ -85,6 +85,7 @@ def parse_args() -> argparse.Namespace:
     )  # fmt: skip
     add_neighbour_flags(parser, "--temperature")
     add_continuous_flags(parser)
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     add_json_flag(parser)
     return parser.parse_args()
 
@@ -105,7 +106,6 @@ def add_protocol_flags(parser: argparse.ArgumentParser, *, lanes: str) -> None:
         f"by the segment before it; default: {lanes}",
     )  # fmt: skip
     add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
-    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
 
 
 def request_of(args: argparse.Namespace) -> Request:

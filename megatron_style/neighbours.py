@@ -47,6 +47,7 @@ def parse_args() -> argparse.Namespace:
         "stores/mine\n"
         "  python -m megatron_style.neighbours index stores/mine",
     )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_build_flags(kinds.add_parser("build", help="write the key and the next token of every token of a text"))
     add_index_flags(kinds.add_parser("index", help="make an index for approximate search (--probe); needs faiss"))

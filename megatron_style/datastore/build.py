@@ -58,7 +58,10 @@ def make_manifest(
 
 
 def is_built(output: Path, manifest: DatastoreManifest) -> bool:
-    """True if exactly this datastore exists; anything else at its place is refused."""
+    """True if exactly this datastore exists. Another one at its place, or the beginning of another, is refused."""
+    folder = _unfinished(output)
+    if folder.exists() and read_manifest(folder) != manifest:
+        raise UserError(f"{folder}: is an unfinished datastore of another model or text; remove it first")
     if not output.exists():
         return False
     if not (output / MANIFEST).is_file() or open_datastore(output).manifest != manifest:
@@ -77,7 +80,7 @@ def build(
     progress: Progress,
 ) -> None:
     """Write the datastore. All ranks take part."""
-    folder = output.with_name(f".{output.name}.building")
+    folder = _unfinished(output)
     mode = MODES[protocol.mode]
     done = _begin(folder, manifest, reader, protocol, topology)
     progress(manifest.count * int(done.sum()) // len(done))
@@ -100,8 +103,6 @@ def _begin(
     folder: Path, manifest: DatastoreManifest, reader: Reader, protocol: Protocol, topology: Topology
 ) -> NDArray[np.uint8]:
     """Make the folder, unless an interrupted build has left one. Return which units are done."""
-    _check_unfinished(folder, manifest)
-    _meet(topology, reader)
     if topology.is_first and not folder.exists():
         units = sum(1 for _ in MODES[protocol.mode].units(manifest.count, protocol))
         _lay_out(folder, manifest, reader.tokens, units)
@@ -113,9 +114,8 @@ def _begin(
     return done
 
 
-def _check_unfinished(folder: Path, manifest: DatastoreManifest) -> None:
-    if folder.exists() and read_manifest(folder) != manifest:
-        raise UserError(f"{folder}: is an unfinished datastore of another model or text; remove it first")
+def _unfinished(output: Path) -> Path:
+    return output.with_name(f".{output.name}.building")
 
 
 def _lay_out(folder: Path, manifest: DatastoreManifest, tokens: Tokens, units: int) -> None:
