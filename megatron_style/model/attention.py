@@ -140,10 +140,10 @@ class RelativeAttention(Attention):
     def mixed(self, queries: Tensor, cached: KeysValues, inside: KeysValues, pos: Places, dropout: float) -> Tensor:
         assert isinstance(pos, Distances), "there are no distances"
         keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
-        distances_1HSE = self._heads(self.distance(pos.table_SD[None]))
+        distances_HSE = self._heads(self.distance(pos.table_SD[None]))[0]
         content = queries + self.content_bias[:, None]
         distant = queries + self.distance_bias[:, None]
-        return attend_with_distances(content, distant, keys, values, distances_1HSE, pos.hidden_TS, dropout=dropout)
+        return attend_with_distances(content, distant, keys, values, distances_HSE, pos.hidden_TS, dropout=dropout)
 
 
 ATTENTIONS: Mapping[Positions, type[Attention]] = {

@@ -38,25 +38,27 @@ def attend_with_distances(
     distant_BHTE: Tensor,
     keys_BHSE: Tensor,
     values_BHSE: Tensor,
-    distances_1HSE: Tensor,
+    distances_HSE: Tensor,
     hidden_TS: Tensor,
     *,
     dropout: float,
 ) -> Tensor:
     """Attend by the sum of two scores: of content and key, and of a query and the distance to the key. The second is a
     bias of T x S numbers for each head, which no fused CPU kernel differentiates."""
-    scale = content_BHTE.shape[-1] ** -0.5
-    by_distance_BHTS = (distant_BHTE * scale) @ distances_1HSE.transpose(-1, -2)
-    bias_BHTS = _by_key(by_distance_BHTS).masked_fill(hidden_TS, -torch.inf)
+    B, H, T, E = content_BHTE.shape
+    # One product for all rows; with a dim for rows, torch would copy the distances for each of them.
+    distant_HNE = (distant_BHTE * E**-0.5).transpose(0, 1).flatten(1, 2)
+    by_distance_HBTS = (distant_HNE @ distances_HSE.transpose(1, 2)).view(H, B, T, -1)
+    bias_BHTS = _by_key(by_distance_HBTS).transpose(0, 1).masked_fill(hidden_TS, -torch.inf)
     return F.scaled_dot_product_attention(content_BHTE, keys_BHSE, values_BHSE, attn_mask=bias_BHTS, dropout_p=dropout)
 
 
-def _by_key(scores_BHTS: Tensor) -> Tensor:
+def _by_key(scores: Tensor) -> Tensor:
     """Return scores by key instead of by distance S-1 to 0. The last query finds them in order; each earlier one finds
     its own one column further to the right, and the last columns hold nothing that it may see. With one column more,
     rows of S + 1 numbers read as rows of S move by one column each."""
-    *leading, T, S = scores_BHTS.shape
-    return F.pad(scores_BHTS, (1, 0)).view(*leading, S + 1, T)[..., 1:, :].reshape(*leading, T, S)
+    *leading, T, S = scores.shape
+    return F.pad(scores, (1, 0)).view(*leading, S + 1, T)[..., 1:, :].reshape(*leading, T, S)
 
 
 def causal_mask(T: int, S: int, device: torch.device, window: int | None = None) -> Tensor:

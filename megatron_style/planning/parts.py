@@ -82,6 +82,11 @@ class Attention:
         return projections + 2 * attended * D
 
     @property
+    def skips_masked(self) -> bool:
+        """True if the kernel does not compute what is masked."""
+        return self.batch.setup.kernels.fused_attention
+
+    @property
     def kept(self) -> float:
         """Return the bytes of the tensors that autograd keeps."""
         batch = self.batch
@@ -154,6 +159,42 @@ class InfusedAttention(Attention):
     @property
     def _placed_vectors(self) -> int:
         return self.batch.keys
+
+
+@dataclass(frozen=True)
+class RelativeAttention(Attention):
+    """Scores have a second part, of queries and projected distances, which no fused kernel computes."""
+
+    def products(self, *, causal_once: bool) -> float:
+        stage = self.batch.stage
+        D = self.batch.model.hidden_size
+        L = stage.segment_length
+        S = L + stage.cache_length
+        attended = stage.cache_length + (L + 1) / 2 if causal_once else S
+        # All rows share the projected distances; no gradient flows to the sinusoids, which saves one product.
+        projected = S / (stage.micro_rows * L) * D * D * (PASSES - 1) / PASSES
+        return super().products(causal_once=causal_once) + attended * D + projected
+
+    @property
+    def skips_masked(self) -> bool:
+        return False
+
+    @property
+    def needed(self) -> float:
+        """Return the bytes of the gradients of weights, scores and bias, and of the bias by distance, twice."""
+        batch = self.batch
+        S = batch.stage.segment_length + batch.stage.cache_length
+        return 5 * batch.tokens * S * batch.model.heads / batch.setup.tensor * _FLOAT
+
+    @property
+    def _kept_by_kernel(self) -> float:
+        """Return in addition the queries that distances are scored with, the projected distances and, where the kernel
+        does not hold the matrix of scores anyway, their bias."""
+        batch = self.batch
+        S = batch.stage.segment_length + batch.stage.cache_length
+        vectors = (batch.tokens + S) * batch.model.hidden_size / batch.setup.tensor
+        bias = batch.tokens * S * batch.model.heads / batch.setup.tensor if batch.setup.kernels.fused_attention else 0
+        return super()._kept_by_kernel + (vectors + bias) * batch.element_bytes
 
 
 @dataclass(frozen=True)
@@ -268,9 +309,15 @@ class AdaptiveVocabulary(Vocabulary):
         D = self.batch.model.hidden_size
         shares = self.batch.setup.band_shares
         head, *tails = self.batch.setup.bands
-        products = D * (head.tokens + len(tails)) + shares[0] * D * head.width
+        products = D * (head.tokens + len(tails))
         for band, share in zip(tails, shares[1:], strict=True):
-            products += share * band.width * (D + D + band.tokens)  # projected on input, on output, and scored
+            products += share * band.width * band.tokens
+        projections = self.batch.model.vocabulary.projections
+        if projections != "none":  # every band on input, and the tails on output
+            products += shares[0] * D * head.width
+            products += sum(2 * share * band.width * D for band, share in zip(tails, shares[1:], strict=True))
+        if projections == "both":
+            products += D * head.width
         return products
 
     @property
@@ -306,7 +353,11 @@ class AdaptiveVocabulary(Vocabulary):
         return tuple(kept)
 
 
-_ATTENTIONS: Mapping[str, type[Attention]] = {"added": Attention, "infused": InfusedAttention}
+_ATTENTIONS: Mapping[str, type[Attention]] = {
+    "added": Attention,
+    "infused": InfusedAttention,
+    "relative": RelativeAttention,
+}
 _VOCABULARIES: Mapping[str, type[Vocabulary]] = {
     "adaptive": AdaptiveVocabulary,
     "tied": Vocabulary,

@@ -61,6 +61,10 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
         (model_config(vocabulary={"kind": "tied"}), 8, 8),
         (model_config(vocabulary={"kind": "untied"}, layers=3, heads=2), 8, 8),
         (model_config(layers=1, hidden_size=64, ffn_size=64), 4, 32),
+        (model_config(layers=3, sandwich=1), 16, 8),
+        (model_config(positions="relative", norm="after"), 16, 8),
+        (model_config(positions="relative", vocabulary=ADAPTIVE | {"biases": True, "projections": "both"}), 16, 16),
+        (model_config(positions="relative", vocabulary=ADAPTIVE | {"factor": 1, "projections": "none"}), 8, 24),
     ],
 )
 def test_equal_to_torchs_counter(config: ModelConfig, segment_length: int, cache_length: int) -> None:
@@ -71,6 +75,7 @@ def test_equal_to_torchs_counter(config: ModelConfig, segment_length: int, cache
         VOCAB_SIZE,
         segment_length=segment_length,
         cache_length=cache_length,
+        rows=ROWS,
         band_shares=shares,
         causal_once=False,
     )

@@ -68,6 +68,17 @@ MORE_CASES = {
         zero=1, tensor=2, recompute=True, model={"layers": 6, "cache": False}, optimizer="adamw"
     ),
     "dropout": Case(zero=1, model={"dropout": DROPOUT}),
+    "sandwich": Case(zero=1, model={"layers": 4, "sandwich": 2}),
+    "sandwich, recompute": Case(zero=1, recompute=True, model={"layers": 6, "sandwich": 3}),
+    "norm after": Case(zero=1, model={"norm": "after"}),
+    "relative": Case(zero=1, model={"positions": "relative"}),
+    "relative, norm after, tensor parallel": Case(tensor=2, model={"positions": "relative", "norm": "after"}),
+    "relative, dropout": Case(zero=1, model={"positions": "relative", "dropout": DROPOUT}),
+    "relative, recompute": Case(zero=1, recompute=True, model={"positions": "relative", "layers": 6}),
+    "projections both": Case(zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "projections": "both"}}),
+    "projections none": Case(
+        zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "factor": 1, "projections": "none"}}
+    ),
     "long": Case(segment_length=512, model={"layers": 2, "ffn_size": 256, "vocabulary": {"kind": "untied"}}),
 }
 
@@ -99,7 +110,8 @@ def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryEsti
     run = run_of(case, folder)
     measured = measure_step(case.data * case.tensor, run)
     facts, stage = text_facts(run), resolve_stage(run, 0)
-    on_cpu = Kernels(fused_attention=not run.model.dropout.attention, byte_masks=False)
+    fused = not run.model.dropout.attention and run.model.positions != "relative"
+    on_cpu = Kernels(fused_attention=fused, byte_masks=False)
     sharding = sharding_of(run, read_ds_file(run.deepspeed))
     setup = Setup(
         run.model, facts.vocab_size, facts.band_shares, sharding, case.tensor, case.data, case.recompute, on_cpu
