@@ -84,7 +84,7 @@ def walk_from(model: Shortformer, place: int, length: int, tokens: int) -> Work:
 
     def work() -> int:
         for token in itertools.islice(following, tokens):
-            model.vocabulary.nll(decoder.step(token), token, None)
+            model.vocabulary.nll(decoder.step(token).x, token, None)
         return tokens
 
     return work

@@ -14,6 +14,7 @@ from megatron_style.base.command import add_json_flag, command_parser, positive_
 from megatron_style.base.errors import UserError
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
+from megatron_style.inference.next_token import by_model
 from megatron_style.inference.prompts import check_tokenizer, note_unknown_words, read_prompts
 from megatron_style.inference.sampling import Continuation, Sampler
 from megatron_style.inference.writer import Writer, WritingOptions, ctrl_c
@@ -26,7 +27,8 @@ def main() -> None:
     source = open_model(args.model)
     tokenizer = check_tokenizer(source.tokenizer(), source.config.vocab_size, source.path)
     note_unknown_words(prompts, tokenizer)
-    writer = Writer(options_of(args), source.config, tokenizer, source.load().to(accelerator()))
+    model = source.load().to(accelerator())
+    writer = Writer(options_of(args), source.config, tokenizer, model, by_model(model))
     if args.interactive:
         writer.converse()
         return

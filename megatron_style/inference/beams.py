@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from megatron_style.inference.next_token import NextToken, next_tokens
-from megatron_style.inference.sampling import Walk, open_walk
+from megatron_style.inference.decoder import Reading
+from megatron_style.inference.next_token import NextToken, Predict, by_model
+from megatron_style.inference.sampling import Walk, open_walk, stacked
 from megatron_style.model.shortformer import Shortformer
 
 
@@ -36,18 +36,19 @@ def beam_search(
     cache_length: int,
     eos: int,
     ended: Callable[[Sequence[int]], bool],
+    predict: Predict | None = None,
 ) -> Iterator[Hypothesis]:
     """Yield the best text so far after each token; the last one is the result. Of all texts found that are `ended` or
-    have all their tokens, it has the best score."""
+    have all their tokens, it has the best score. By default the model alone predicts."""
+    predict = predict or by_model(model)
     walk = open_walk(model, rows=beams, segment_length=segment_length, cache_length=cache_length)
-    features_BD = walk.read([eos, *prompt])[None]
+    reading = stacked([walk.read([eos, *prompt])])
     live = [Hypothesis()]
     done: list[Hypothesis] = []
     for length in range(1, tokens + 1):
         if length > 1:
-            features_BD = _advance(walk, live, beams, features_BD.device)
-        following = next_tokens(model.vocabulary, features_BD)
-        longer = _extend(live, following, 2 * beams)  # twice as many, since some may end
+            reading = _advance(walk, live, beams, reading.x.device)
+        longer = _extend(live, predict(reading), 2 * beams)  # twice as many, since some may end
         live = []
         for text in longer:
             (done if ended(text.tokens) else live).append(text)
@@ -59,11 +60,12 @@ def beam_search(
             return
 
 
-def _advance(walk: Walk, live: Sequence[Hypothesis], beams: int, device: torch.device) -> Tensor:
-    """Return the features after each live text [B, D]. Spare rows repeat the first text and are ignored."""
+def _advance(walk: Walk, live: Sequence[Hypothesis], beams: int, device: torch.device) -> Reading:
+    """Read the last token of each live text. Spare rows repeat the first text and are ignored."""
     rows = [*live, *[live[0]] * (beams - len(live))]
     walk.select([text.row for text in rows])
-    return walk.step(torch.tensor([text.tokens[-1] for text in rows], device=device))[: len(live)]
+    reading = walk.step(torch.tensor([text.tokens[-1] for text in rows], device=device))
+    return Reading(*(part[: len(live)] for part in reading))
 
 
 def _extend(live: Sequence[Hypothesis], following: Sequence[NextToken], count: int) -> list[Hypothesis]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,13 @@ from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.layers import RowParallelLinear
+
+
+class Reading(NamedTuple):
+    """What a model makes of the last token of each row, or of one row."""
+
+    x: Tensor  # its features, which predict the next token: [B, D] or [D]
+    key: Tensor  # its key in a kNN-LM datastore, shaped like x
 
 
 @dataclass(frozen=True)
@@ -71,22 +78,23 @@ class Decoder:
         self._layers = [kind(block, rows, pos_SD) for block in model.blocks]
 
     @torch.no_grad()
-    def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Tensor:
-        """Append a text of any length to one row. Return the features of its last token [D]."""
+    def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Reading:
+        """Append a text of any length to one row."""
         ids_T = torch.as_tensor(ids, device=self._device)
         assert len(ids_T), "there is no last token"
         while len(ids_T):
             room = self._make_room(row)
-            features_BTD = self._features(ids_T[None, :room], slice(row, row + 1))
+            x_BTD, key_BTD = self._features(ids_T[None, :room], slice(row, row + 1))
             ids_T = ids_T[room:]
-        return features_BTD[0, -1]
+        return Reading(x_BTD[0, -1], key_BTD[0, -1])
 
     @torch.no_grad()
-    def step(self, ids_B: Tensor) -> Tensor:
-        """Append one token to every row. Return their features [B, D]."""
+    def step(self, ids_B: Tensor) -> Reading:
+        """Append one token to every row."""
         for row in range(len(self._filled)):
             self._make_room(row)
-        return self._features(ids_B[:, None], slice(0, len(self._filled)))[:, 0]
+        x_BTD, key_BTD = self._features(ids_B[:, None], slice(0, len(self._filled)))
+        return Reading(x_BTD[:, 0], key_BTD[:, 0])
 
     def select(self, rows: Sequence[int]) -> None:
         """Replace each row i by row `rows[i]`. Only places that differ between rows are copied."""
@@ -115,17 +123,17 @@ class Decoder:
             self._shared = 0
         return self._segment_length - (self._filled[row] - self._cached[row])
 
-    def _features(self, ids_BT: Tensor, rows: slice) -> Tensor:
-        """Return the features of new tokens [B, T, D]. Rows of different lengths take one token each."""
+    def _features(self, ids_BT: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return features and keys of new tokens [B, T, D]. Rows of different lengths take one token each."""
         run = self._run(rows, ids_BT.shape[1])
         x_BTD = self._model.embed(ids_BT)
         for unit in units(self._model.config):
             if unit.attention is not None:
                 x_BTD = self._layers[unit.attention].attend(x_BTD, run)
             if unit.feed_forward is not None:
-                x_BTD = self._layers[unit.feed_forward].feed(x_BTD)
+                x_BTD, key_BTD = self._layers[unit.feed_forward].feed(x_BTD)
         self._filled[rows] = [filled + ids_BT.shape[1] for filled in self._filled[rows]]
-        return x_BTD
+        return x_BTD, key_BTD
 
     def _run(self, rows: slice, T: int) -> _Run:
         filled = self._filled[rows]
@@ -174,12 +182,12 @@ class _Layer(ABC):
         x_BTD = x_BTD + _row_parallel(mixed.transpose(1, 2).flatten(2), block.attention.out)
         return x_BTD if block.norm_before else block.attention_norm(x_BTD)
 
-    def feed(self, x_BTD: Tensor) -> Tensor:
+    def feed(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         block = self._block
-        fed = block.ffn_norm(x_BTD) if block.norm_before else x_BTD
-        inner = F.relu(_biased(_product(fed, block.up.weight), block.up.bias))
+        fed_BTD = block.ffn_norm(x_BTD) if block.norm_before else x_BTD
+        inner = F.relu(_biased(_product(fed_BTD, block.up.weight), block.up.bias))
         x_BTD = x_BTD + _row_parallel(inner, block.down)
-        return x_BTD if block.norm_before else block.ffn_norm(x_BTD)
+        return x_BTD if block.norm_before else block.ffn_norm(x_BTD), fed_BTD
 
     @abstractmethod
     def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:

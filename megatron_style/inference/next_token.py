@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import RunFailed
+from megatron_style.inference.decoder import Reading
+from megatron_style.model.shortformer import Shortformer
 from megatron_style.model.vocabulary import AdaptiveVocabulary, PlainVocabulary
 
 
@@ -71,6 +73,14 @@ class NextToken:
                 return log_probs[ahead], ids[ahead]
             tail = self._closed.pop()
             self._open = dict(sorted({**self._open, tail.first: tail.log_prob + tail.inside().cpu()}.items()))
+
+
+Predict = Callable[[Reading], Sequence[NextToken]]  # gives one distribution per row
+
+
+def by_model(model: Shortformer) -> Predict:
+    """Return the prediction of the model alone."""
+    return lambda reading: next_tokens(model.vocabulary, reading.x)
 
 
 def pick(probs: Tensor, u: float) -> tuple[int, float]:

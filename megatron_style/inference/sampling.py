@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_style.data.tokenizer import Tokenizer
-from megatron_style.inference.decoder import Decoder
-from megatron_style.inference.next_token import NextToken, next_tokens, pick
+from megatron_style.inference.decoder import Decoder, Reading
+from megatron_style.inference.next_token import NextToken, Predict, by_model, pick
 from megatron_style.model.attention import ATTENTIONS
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
@@ -60,11 +60,11 @@ class Sampler:
 class Walk(Protocol):
     """Rows of text that a model reads token by token: a `Decoder`, or a `Reencoder` for models that it cannot serve."""
 
-    def read(self, ids: Sequence[int], *, row: int = 0) -> Tensor:
-        """Append a text of any length to one row. Return the features of its last token [D]."""
+    def read(self, ids: Sequence[int], *, row: int = 0) -> Reading:
+        """Append a text of any length to one row."""
 
-    def step(self, ids_B: Tensor) -> Tensor:
-        """Append one token to every row. Return their features [B, D]."""
+    def step(self, ids_B: Tensor) -> Reading:
+        """Append one token to every row."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Replace each row i by row `rows[i]`."""
@@ -80,20 +80,25 @@ class Reencoder:
         self._rows = [(empty, model.empty_memory(1, cache_length))] * rows  # replaced, never changed
 
     @torch.no_grad()
-    def read(self, ids: Sequence[int], *, row: int = 0) -> Tensor:
+    def read(self, ids: Sequence[int], *, row: int = 0) -> Reading:
         open_segment, cache = self._rows[row]
         device = self._model.positions.table.device
         for segment in torch.tensor([*open_segment, *ids], device=device).split(self._segment_length):
             before = cache
-            features, cache, _ = self._model.features(segment[None], before)
+            x_BTD, cache, key_BTD = self._model.features(segment[None], before)
         self._rows[row] = segment.tolist(), before
-        return features[0, -1]
+        return Reading(x_BTD[0, -1], key_BTD[0, -1])
 
-    def step(self, ids_B: Tensor) -> Tensor:
-        return torch.stack([self.read([token], row=row) for row, token in enumerate(ids_B.tolist())])
+    def step(self, ids_B: Tensor) -> Reading:
+        return stacked([self.read([token], row=row) for row, token in enumerate(ids_B.tolist())])
 
     def select(self, rows: Sequence[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
+
+
+def stacked(rows: Sequence[Reading]) -> Reading:
+    """Return the readings of single rows as one."""
+    return Reading(*(torch.stack(part) for part in zip(*rows, strict=True)))
 
 
 def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
@@ -111,15 +116,16 @@ def generate(
     eos: int,
     seed: int,
     first: int = 0,
+    predict: Predict | None = None,
 ) -> Iterator[list[int]]:
     """Yield one token for each prompt, endlessly; the caller stops, as in `islice(generate(...), 100)`.
 
     A prompt is read as if a line had just ended. Its text depends on the seed and on its number, which counts from
-    `first`, but not on the other prompts."""
+    `first`, but not on the other prompts. By default the model alone predicts."""
     walk = open_walk(model, rows=len(prompts), segment_length=segment_length, cache_length=cache_length)
-    features_BD = torch.stack([walk.read([eos, *prompt], row=row) for row, prompt in enumerate(prompts)])
+    reading = stacked([walk.read([eos, *prompt], row=row) for row, prompt in enumerate(prompts)])
     generators = [generator_of(seed, first + row) for row in range(len(prompts))]
-    yield from write_on(model, walk, features_BD, sampler, generators)
+    yield from write_on(predict or by_model(model), walk, reading, sampler, generators)
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
@@ -128,17 +134,16 @@ def generator_of(seed: int, number: int) -> torch.Generator:
 
 @torch.no_grad()
 def write_on(
-    model: Shortformer, walk: Walk, features_BD: Tensor, sampler: Sampler, generators: Sequence[torch.Generator]
+    predict: Predict, walk: Walk, reading: Reading, sampler: Sampler, generators: Sequence[torch.Generator]
 ) -> Iterator[list[int]]:
     """Yield one token for each row. It is read when the next is asked for: the walk has not seen the last one."""
     while True:
-        distributions = next_tokens(model.vocabulary, features_BD)
         tokens = [
             sampler.choose(following, float(torch.rand((), dtype=torch.float64, generator=generator)))
-            for following, generator in zip(distributions, generators, strict=True)
+            for following, generator in zip(predict(reading), generators, strict=True)
         ]
         yield tokens
-        features_BD = walk.step(torch.tensor(tokens, device=features_BD.device))
+        reading = walk.step(torch.tensor(tokens, device=reading.x.device))
 
 
 class Continuation:

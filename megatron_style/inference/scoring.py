@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +22,13 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
 from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.memory import Memory
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.topology import Axis
 
 Tokens = NDArray[np.integer]
 Progress = Callable[[int], object]
+KeepKeys = Callable[[int, Tensor], object]  # called with the index of the first token, and the keys [tokens, D]
 _TOKENS_AT_ONCE = 4096  # in windows, unless --batch-rows is given
 _Unit = TypeVar("_Unit")
 
@@ -110,16 +112,58 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
 
 
-class _Text(NamedTuple):
-    inputs: Tensor
-    targets: Tensor
+class _Window(NamedTuple):
+    begin: int
+    counted: int  # the first token that counts
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.end - self.begin, self.end - self.counted
 
 
-_Scored = Iterator[tuple[int, Tensor]]  # the index of the first target in the stream, and the losses from there on
+class Part(NamedTuple):
+    """The results of a stretch of the text."""
+
+    first: int  # the index of its first token in the stream
+    nll: Tensor  # of each token; empty if only keys are wanted
+    keys: Tensor | None  # [tokens, D], if they are wanted
 
 
-class Mode(ABC):
-    """How a text is cut, and the context of each prediction. A new mode is a class and a row of `MODES`."""
+@dataclass(frozen=True)
+class Reader:
+    """A model, and the text that it reads. The text may be a mapped file: only what is read is in memory."""
+
+    model: Shortformer
+    tokens: Tokens
+    eos: int
+    wants_losses: bool = True
+    wants_keys: bool = False
+
+    def inputs(self, begin: int, end: int) -> Tensor:
+        """Return what comes before each of these tokens. The text starts as if a line had just ended."""
+        before = self.tokens[max(0, begin - 1) : end - 1].astype(np.int64)
+        ids = before if begin else np.concatenate([[self.eos], before])
+        return torch.from_numpy(ids).to(self.model.positions.table.device)
+
+    def targets(self, begin: int, end: int) -> Tensor:
+        ids = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
+        return (ids if self.wants_losses else ids[:0]).to(self.model.positions.table.device)
+
+    def read(self, windows: Sequence[_Window], memory: Memory) -> tuple[list[Part], Memory]:
+        """Read windows of one shape, after what is in the memory."""
+        inputs = torch.stack([self.inputs(window.begin, window.end) for window in windows])
+        targets = torch.stack([self.targets(window.counted, window.end) for window in windows])
+        output = self.model(inputs, targets, memory, key=self.wants_keys)
+        parts = []
+        for row, window in enumerate(windows):
+            keys = None if output.key is None else output.key[row, window.counted - window.begin :]
+            parts.append(Part(window.counted, output.nll[row], keys))
+        return parts, output.memory
+
+
+class Mode(ABC, Generic[_Unit]):
+    """How a text is cut into units, and the context of each prediction. A new mode is a class and a row of `MODES`."""
 
     @abstractmethod
     def protocol(
@@ -132,11 +176,15 @@ class Mode(ABC):
         """Return the fewest and the most tokens that a prediction sees."""
 
     @abstractmethod
-    def score(self, model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
-        """Yield the losses of this rank's units."""
+    def units(self, tokens: int, protocol: Protocol) -> Iterable[_Unit]:
+        """Return the units of a text, in stream order."""
+
+    @abstractmethod
+    def read(self, reader: Reader, protocol: Protocol, unit: _Unit) -> Iterator[Part]:
+        """Yield the results of a unit."""
 
 
-class Nonoverlapping(Mode):
+class Nonoverlapping(Mode[list[_Window]]):
     """Independent segments, many at once."""
 
     def protocol(
@@ -158,13 +206,13 @@ class Nonoverlapping(Mode):
         L = protocol.segment_length
         return L - (protocol.stride or L) + 1, L
 
-    def score(self, model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
-        for batch in _share(_batches(len(text.targets), protocol), axis):
-            inputs = torch.stack([text.inputs[window.begin : window.end] for window in batch])
-            targets = torch.stack([text.targets[window.counted : window.end] for window in batch])
-            output = model(inputs, targets, model.empty_memory(len(batch), 0))
-            for window, row in zip(batch, output.nll, strict=True):
-                yield window.counted, row
+    def units(self, tokens: int, protocol: Protocol) -> Iterable[list[_Window]]:
+        return _batches(tokens, protocol)
+
+    def read(self, reader: Reader, protocol: Protocol, unit: list[_Window]) -> Iterator[Part]:
+        del protocol
+        parts, _ = reader.read(unit, reader.model.empty_memory(len(unit), 0))
+        yield from parts
 
 
 class Sliding(Nonoverlapping):
@@ -178,7 +226,7 @@ class Sliding(Nonoverlapping):
         return request.stride
 
 
-class Cached(Mode):
+class Cached(Mode[range]):
     """One walk through the text, in which each segment attends to the previous one. A walk can be cut into lanes, each
     warmed by the text before it."""
 
@@ -205,15 +253,16 @@ class Cached(Mode):
         most = protocol.cache_length + protocol.segment_length
         return protocol.cache_length + 1, min(tokens, most)
 
-    def score(self, model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
-        for lane in _share(_cut_lanes(len(text.targets), protocol), axis):
-            memory = model.empty_memory(1, protocol.cache_length)
-            for begin in range(_warm_from(lane, protocol), lane.stop, protocol.segment_length):
-                segment = slice(begin, min(begin + protocol.segment_length, lane.stop))
-                output = model(text.inputs[None, segment], text.targets[None, segment], memory)
-                memory = output.memory
-                if begin in lane:
-                    yield begin, output.nll[0]
+    def units(self, tokens: int, protocol: Protocol) -> Iterable[range]:
+        return _cut_lanes(tokens, protocol)
+
+    def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
+        memory = reader.model.empty_memory(1, protocol.cache_length)
+        for begin in range(_warm_from(unit, protocol), unit.stop, protocol.segment_length):
+            segment = _Window(begin, begin, min(begin + protocol.segment_length, unit.stop))
+            parts, memory = reader.read([segment], memory)
+            if begin in unit:
+                yield from parts
 
 
 class TokenByToken(Cached):
@@ -230,17 +279,18 @@ class TokenByToken(Cached):
             raise UserError(f"--tensor {request.tensor}: use --mode cached, which gives the same as token-by-token")
         return found
 
-    def score(self, model: Shortformer, text: _Text, protocol: Protocol, axis: Axis) -> _Scored:
-        for lane in _share(_cut_lanes(len(text.targets), protocol), axis):
-            decoder = Decoder(model, rows=1, segment_length=protocol.segment_length, cache_length=protocol.cache_length)
-            if warm := text.inputs[_warm_from(lane, protocol) : lane.start].tolist():
-                decoder.read(warm)
-            for place in lane:
-                features = decoder.step(text.inputs[place : place + 1])
-                yield place, model.vocabulary.nll(features, text.targets[place : place + 1], None)
+    def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
+        model = reader.model
+        decoder = Decoder(model, rows=1, segment_length=protocol.segment_length, cache_length=protocol.cache_length)
+        if (warm := _warm_from(unit, protocol)) < unit.start:
+            decoder.read(reader.inputs(warm, unit.start))
+        for place in unit:
+            found = decoder.step(reader.inputs(place, place + 1))
+            nll = model.vocabulary.nll(found.x, reader.targets(place, place + 1), None)
+            yield Part(place, nll, found.key)
 
 
-MODES: Mapping[EvaluationMode, Mode] = {
+MODES: Mapping[EvaluationMode, Mode[Any]] = {
     "nonoverlapping": Nonoverlapping(),
     "sliding": Sliding(),
     "cached": Cached(),
@@ -257,30 +307,25 @@ def score(
     eos: int,
     axis: Axis = Axis(),  # noqa: B008  frozen
     progress: Progress = lambda _: None,
+    keep_keys: KeepKeys | None = None,
 ) -> Score:
     """Score a text. Memories are local variables: scoring between two training steps does not change the training.
 
-    The units are divided among the ranks of `axis`; each rank gets the complete score."""
-    stream = torch.from_numpy(np.concatenate([[eos], tokens]).astype(np.int64)).to(model.positions.table.device)
-    text = _Text(stream[:-1], stream[1:])  # the text starts as if a line had just ended
-    nll = torch.zeros(len(tokens), dtype=torch.float64, device=stream.device)
-    times = torch.zeros(len(tokens), dtype=torch.int8, device=stream.device)
-    for first, part in MODES[protocol.mode].score(model, text, protocol, axis):
-        nll[first : first + len(part)] = part
-        times[first : first + len(part)] += 1
-        progress(len(part))
+    The units are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
+    keys of this rank's units."""
+    reader = Reader(model, tokens, eos, wants_keys=keep_keys is not None)
+    mode = MODES[protocol.mode]
+    nll = torch.zeros(len(tokens), dtype=torch.float64, device=model.positions.table.device)
+    times = torch.zeros(len(tokens), dtype=torch.int8, device=nll.device)
+    for unit in share(mode.units(len(tokens), protocol), axis):
+        for part in mode.read(reader, protocol, unit):
+            nll[part.first : part.first + len(part.nll)] = part.nll
+            times[part.first : part.first + len(part.nll)] += 1
+            if keep_keys and part.keys is not None:
+                keep_keys(part.first, part.keys)
+            progress(len(part.nll))
     assert bool((axis.sum(times) == 1).all()), "a token was scored twice, or never"
     return Score(axis.sum(nll).cpu().numpy())
-
-
-class _Window(NamedTuple):
-    begin: int
-    counted: int  # the first token that counts
-    end: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.end - self.begin, self.end - self.counted
 
 
 def _batches(total: int, protocol: Protocol) -> Iterator[list[_Window]]:
@@ -320,5 +365,6 @@ def _warm_from(lane: range, protocol: Protocol) -> int:
     return max(0, lane.start - before * protocol.segment_length)
 
 
-def _share(units: Iterable[_Unit], axis: Axis) -> Iterator[_Unit]:
+def share(units: Iterable[_Unit], axis: Axis) -> Iterator[_Unit]:
+    """Return this rank's units."""
     return islice(units, axis.rank, None, axis.size)

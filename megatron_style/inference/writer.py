@@ -16,6 +16,7 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.beams import beam_search
 from megatron_style.inference.prompts import note_unknown_words, typed_lines
+from megatron_style.inference.next_token import Predict
 from megatron_style.inference.sampling import (
     CHARACTER,
     Continuation,
@@ -24,6 +25,7 @@ from megatron_style.inference.sampling import (
     generate,
     generator_of,
     open_walk,
+    stacked,
     write_on,
 )
 from megatron_style.model.shortformer import Shortformer
@@ -49,6 +51,7 @@ class Writer:
     config: ModelFolderConfig
     tokenizer: Tokenizer
     model: Shortformer
+    predict: Predict
 
     def write(self, prompts: Sequence[str], asked: Event) -> list[Continuation]:
         """Return a continuation of each prompt; after Ctrl-C there may be fewer."""
@@ -68,6 +71,7 @@ class Writer:
                 eos=self.config.eos,
                 seed=self.options.seed,
                 first=first,
+                predict=self.predict,
             )
             texts += self._follow(stream, len(batch), asked, alone=len(prompts) == 1)
             if asked.is_set():
@@ -87,6 +91,7 @@ class Writer:
                 cache_length=self.config.cache_length,
                 eos=self.config.eos,
                 ended=self._has_ended,
+                predict=self.predict,
             )
             for best in progress:
                 found = best.tokens
@@ -116,7 +121,8 @@ class Writer:
             if line.strip():
                 unread += [*([eos] if unread[-1] != eos else []), *self.tokenizer.encode(line)]
             with ctrl_c() as asked:
-                stream = write_on(self.model, walk, walk.read(unread)[None], self.options.sampler, [generator])
+                reading = stacked([walk.read(unread)])
+                stream = write_on(self.predict, walk, reading, self.options.sampler, [generator])
                 (text,) = self._follow(stream, 1, asked, alone=True)
             say("\n")
             unread = text.tokens[-1:]

@@ -29,6 +29,7 @@ class Output(NamedTuple):
     memory: Memory  # for the next segment of these rows
     auxiliary: Mapping[str, Tensor]  # further losses by name, each a scalar; training adds them up
     likeliest: Tensor | None  # next token of each row, if asked for
+    key: Tensor | None  # of each token in a kNN-LM datastore, if asked for
 
 
 class Features(NamedTuple):
@@ -63,17 +64,20 @@ class Shortformer(nn.Module):
         noise: Noise | None = None,
         *,
         likeliest: bool = False,
+        key: bool = False,
     ) -> Output:
         """Score the targets: those of all tokens, of the last tokens only, or none.
 
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
-        it nothing is dropped. `likeliest` also asks for the next token of each row: here and not in a method of its
-        own, because ZeRO 3 gathers the weights only inside `forward`."""
-        x_BTD, memory = self.features(ids_BT, memory, noise)[:2]
+        it nothing is dropped. `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
+        methods of their own, because ZeRO 3 gathers the weights only inside `forward`."""
+        x_BTD, memory, key_BTD = self.features(ids_BT, memory, noise)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
-        return Output(nll_N.view(targets_BT.shape), memory, auxiliary={}, likeliest=following)
+        return Output(
+            nll_N.view(targets_BT.shape), memory, auxiliary={}, likeliest=following, key=key_BTD if key else None
+        )
 
     def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
         x, pos = self.enter(ids_BT, memory.length, memory.reach)

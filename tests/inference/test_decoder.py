@@ -54,9 +54,9 @@ def test_a_text_read_and_then_followed_is_what_the_model_gives(seed: int, L: int
     expected = walked(model, text, L, C)
     decoder = Decoder(model, rows=1, segment_length=L, cache_length=C)
     if prompt:
-        expect_equal(decoder.read(text[:prompt]), expected[prompt - 1])
+        expect_equal(decoder.read(text[:prompt]).x, expected[prompt - 1])
     for i in range(prompt, len(text)):
-        expect_equal(decoder.step(torch.tensor(text[i : i + 1]))[0], expected[i])
+        expect_equal(decoder.step(torch.tensor(text[i : i + 1])).x[0], expected[i])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -68,10 +68,10 @@ def test_rows_of_unequal_prompts_do_not_know_of_each_other(seed: int, L: int, C:
     decoder = Decoder(model, rows=4, segment_length=L, cache_length=C)
     for row in (2, 0, 3, 1):
         prompt = prompts[row]
-        expect_equal(decoder.read(texts[row][:prompt], row=row), expected[row][prompt - 1])
+        expect_equal(decoder.read(texts[row][:prompt], row=row).x, expected[row][prompt - 1])
     for i in range(more):
         ids = torch.tensor([text[prompt + i] for text, prompt in zip(texts, prompts, strict=True)])
-        features = decoder.step(ids)
+        features = decoder.step(ids).x
         for row, prompt in enumerate(prompts):
             expect_equal(features[row], expected[row][prompt + i])
 
@@ -85,7 +85,7 @@ def test_one_row_can_read_on_between_two_steps_of_all(seed: int, kind: str) -> N
     for row, read in [(0, 3), (1, 4), (1, 9), (0, 1), (0, 10)]:
         decoder.read(torch.tensor(texts[row][at[row] : at[row] + read]), row=row)
         at[row] += read
-        features = decoder.step(torch.tensor([texts[0][at[0]], texts[1][at[1]]]))
+        features = decoder.step(torch.tensor([texts[0][at[0]], texts[1][at[1]]])).x
         for each in range(2):
             expect_equal(features[each], expected[each][at[each]])
             at[each] += 1
@@ -110,7 +110,7 @@ def follow_choices(
         decoder.select(chosen)
         new = [i, i + 11, i + 22]
         texts = [[*texts[source], token] for source, token in zip(chosen, new, strict=True)]
-        for features, text in zip(decoder.step(torch.tensor(new)), texts, strict=True):
+        for features, text in zip(decoder.step(torch.tensor(new)).x, texts, strict=True):
             expect_equal(features, walked(model, text, L, C)[-1])
 
 
@@ -140,9 +140,9 @@ def expect_features(text: list[int], expected: Tensor) -> None:
     model = Shortformer(config.model, config.vocab_size, axis)
     initialise(model, 1, axis)
     decoder = Decoder(model.double(), rows=1, segment_length=4, cache_length=5)
-    expect_equal(decoder.read(text[:11]), expected[10])
+    expect_equal(decoder.read(text[:11]).x, expected[10])
     for token, features in zip(text[11:], expected[11:], strict=True):
-        expect_equal(decoder.step(torch.tensor([token]))[0], features)
+        expect_equal(decoder.step(torch.tensor([token])).x[0], features)
 
 
 def test_a_model_split_over_ranks_gives_the_same() -> None:

@@ -123,18 +123,20 @@ def test_token_by_token_equals_segment_by_segment(name: str, L: int, C: int) -> 
     config = model_config(name)
     model = build(name)
     text = text_of(config, 23, rows=2)
-    features = []
+    found = []
     memory = model.empty_memory(2, C)
     with torch.no_grad():
         for segment in text.split(L, 1):
-            x, memory, _ = model.features(segment, memory)
-            features.append(x)
-    expected = torch.cat(features, 1)
+            x, memory, key = model.features(segment, memory)
+            found.append(torch.stack([x, key]))
+    features = torch.cat(found, 2)
     decoder = Decoder(model, rows=2, segment_length=L, cache_length=C)
     for row in range(2):
-        torch.testing.assert_close(decoder.read(text[row, :9], row=row), expected[row, 8], atol=1e-12, rtol=0)
+        reading = torch.stack(decoder.read(text[row, :9], row=row))
+        torch.testing.assert_close(reading, features[:, row, 8], atol=1e-12, rtol=0)
     for place in range(9, text.shape[1]):
-        torch.testing.assert_close(decoder.step(text[:, place]), expected[:, place], atol=1e-12, rtol=0)
+        reading = torch.stack(decoder.step(text[:, place]))
+        torch.testing.assert_close(reading, features[:, :, place], atol=1e-12, rtol=0)
 
 
 @every_model
