@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -40,8 +41,7 @@ def main() -> None:
     source = open_model(args.model)
     store = open_store(args.data)
     check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
-    flags = ("mode", "segment_length", "stride", "cache_length", "batch_rows", "lanes", "tensor")
-    request = Request(**{flag: getattr(args, flag) for flag in flags})
+    request = Request(**{field.name: getattr(args, field.name) for field in fields(Request)})
     protocol = make_protocol(request, source.config, tokens=len(store), where=str(args.model))
     store.check_ids(source.config.vocab_size)
     with process_grid(args.tensor) as topology:
@@ -77,6 +77,14 @@ def parse_args() -> argparse.Namespace:
         "--lanes", type=positive_int, metavar="N",
         help="cached and token-by-token only: cut the walk into N lanes that several processes can share, each warmed "
         "by the segment before it; default: 1, the exact walk",
+    )  # fmt: skip
+    add(
+        "--same-length", action="store_true", default=None,
+        help="relative positions only: each token sees C tokens, itself included",
+    )  # fmt: skip
+    add(
+        "--clamp-distance", type=positive_int, metavar="N",
+        help="relative positions only: longer distances count as N",
     )  # fmt: skip
     add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
     add("--dtype", choices=list(DTYPES), default="float32")

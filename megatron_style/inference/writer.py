@@ -15,8 +15,8 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.beams import beam_search
-from megatron_style.inference.prompts import note_unknown_words, typed_lines
 from megatron_style.inference.next_token import Predict
+from megatron_style.inference.prompts import note_unknown_words, typed_lines
 from megatron_style.inference.sampling import (
     CHARACTER,
     Continuation,

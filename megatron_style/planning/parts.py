@@ -309,7 +309,7 @@ class AdaptiveVocabulary(Vocabulary):
         D = self.batch.model.hidden_size
         shares = self.batch.setup.band_shares
         head, *tails = self.batch.setup.bands
-        products = D * (head.tokens + len(tails))
+        products = float(D * (head.tokens + len(tails)))
         for band, share in zip(tails, shares[1:], strict=True):
             products += share * band.width * band.tokens
         projections = self.batch.model.vocabulary.projections

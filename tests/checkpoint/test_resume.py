@@ -221,6 +221,7 @@ def test_when_no_checkpoint_is_whole_nothing_is_overwritten(folder: Path, stoppe
     ("change", "told"),
     [
         ({"model": {"ffn_size": 64}}, "is of another model: its model.ffn_size is 32, not 64"),
+        ({"model": {"positions": "relative"}}, "is of another model: its model.positions is infused, not relative"),
         ({"vocab_size": 40}, "its vocabulary has 37 tokens, not 40"),
         ({"optimizer": {"name": "adamw"}}, "was trained with nag"),
         ({"optimizer": {"name": None}, "ds": {"optimizer": DS_SGD}}, "was trained with nag, whose state .* to sgd"),

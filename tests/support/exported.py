@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
 
 
 def our_greedy(config: ModelFolderConfig, prompt: list[int], tokens: int) -> list[int]:
-    lengths = {"segment_length": config.segment_length, "cache_length": config.cache_length}
+    lengths: Any = {"segment_length": config.segment_length, "cache_length": config.cache_length}
     stream = generate(our_model(config), [prompt], Sampler(temperature=0), **lengths, eos=EOS, seed=1)
     return [token for (token,) in islice(stream, tokens)]
 
