@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -25,6 +26,7 @@ _ADDRESS = "127.0.0.1"
 
 @contextmanager
 def distributed_session(*, tensor: int) -> Iterator[Topology]:
+    gc.freeze()  # DeepSpeed collects garbage at every start; it need not visit what is imported, which takes seconds
     deepspeed.utils.logger.setLevel("WARNING")
     for handler in deepspeed.utils.logger.handlers:
         if type(handler) is logging.StreamHandler:  # DeepSpeed's own, not an instance of a subclass added by others
