@@ -57,8 +57,8 @@ DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 def test_a_stopped_run_equals_one_that_was_not(
     folder: Path, zero: int, recompute: bool, optimizer: str, half: bool
 ) -> None:
-    """10 steps = 3 + 3 + 4: in mid-epoch, across the switch at step 5, across the epoch's end at step 7. TP2 x DP2, dropout
-    on."""
+    """10 steps = 3 + 3 + 4: in mid-epoch, across the switch at step 5, across the epoch's end at step 7. TP2 x DP2 and
+    dropout."""
     settings: dict[str, Any] = {
         "steps": 10,
         "tensor": 2,
