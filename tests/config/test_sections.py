@@ -95,7 +95,10 @@ def test_unknown_key_with_none_near() -> None:
         ("model.layers", "null", "valid integer"),
         ("model.cache", '"yes"', "valid boolean"),
         ("model.cache", "1", "valid boolean"),
-        ("model.positions", '"rotary"', "'added' or 'infused'"),
+        ("model.positions", '"rotary"', "'added', 'infused' or 'relative'"),
+        ("model.norm", '"middle"', "'before' or 'after'"),
+        ("model.sandwich", "-1", "greater than or equal to 0"),
+        ("model.vocabulary.projections", '"all"', "'input', 'both' or 'none'"),
         ("model.vocabulary.kind", '"shared"', "'adaptive', 'tied' or 'untied'"),
         ("model.vocabulary.cutoffs.1", '"x"', "valid integer"),
         ("model.dropout", "{hidden: 1.0}", "less than 1"),
@@ -140,6 +143,15 @@ def test_missing_key(key: str) -> None:
         (
             ["model.vocabulary.cutoffs=[200, 100]"],
             "model.vocabulary: cutoffs [200, 100] must grow, as in [100, 200]",
+        ),
+        (["model.sandwich=9"], "model: sandwich (9) must be less than layers (2)"),
+        (
+            ["model.vocabulary.projections=none"],
+            "model.vocabulary: projections none need bands of equal width: factor 1, not 4",
+        ),
+        (
+            ["model.vocabulary={kind: tied, projections: both}"],
+            "model.vocabulary: projections both belong to kind adaptive, not tied; remove them",
         ),
         (["model.vocabulary.cutoffs=[5, 5]"], "model.vocabulary: cutoffs [5, 5] must grow, as in [5]"),
         (["model.vocabulary.cutoffs=[]"], "model.vocabulary: kind adaptive needs cutoffs, such as [20000, 60000]"),
