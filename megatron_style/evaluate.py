@@ -9,6 +9,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -105,12 +106,19 @@ def add_protocol_flags(parser: argparse.ArgumentParser, *, lanes: str) -> None:
         help="cached and token-by-token only: cut the walk into N lanes that several processes can share, each warmed "
         f"by the segment before it; default: {lanes}",
     )  # fmt: skip
+    add(
+        "--same-length", action="store_true", default=None,
+        help="relative positions only: each token sees C tokens, itself included",
+    )  # fmt: skip
+    add(
+        "--clamp-distance", type=positive_int, metavar="N",
+        help="relative positions only: longer distances count as N",
+    )  # fmt: skip
     add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    flags = ("mode", "segment_length", "stride", "cache_length", "batch_rows", "lanes", "tensor")
-    return Request(**{flag: getattr(args, flag) for flag in flags})
+    return Request(**{field.name: getattr(args, field.name) for field in fields(Request)})
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from megatron_style.__main__ import start
 
-    start("train")  # parses the flags first, then imports this file and calls main: the imports below take seconds
+    start("train")  # reads the run file first, then imports this file and calls train: the imports below take seconds
 
 import math
 import time
@@ -38,16 +38,15 @@ _LAST = 3  # updates that must not all be skipped at the end; in fp16 a single o
 _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
-def main(signals: StopSignals | None = None) -> None:
-    run_file, settings = parse_train_arguments()
-    train(load_run(run_file, settings), signals)
+def main() -> None:
+    train(load_run(*parse_train_arguments()))
 
 
 def train(run: RunConfig, signals: StopSignals | None = None) -> None:
     signals = signals or StopSignals(react=leave_early)
     with (
         distributed_session(tensor=run.parallel.tensor) as topology,
-        guard_run(run.output.path, signals) as (heartbeat, terminal),
+        guard_run(run.output.path, signals, timeout=run.output.heartbeat_timeout) as (heartbeat, terminal),
     ):
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)

@@ -15,6 +15,13 @@ KEY_DTYPES: tuple[KeyDtype, ...] = get_args(KeyDtype)
 _VALUE_BYTES = 4  # int32: the authors' int16 is too small for a vocabulary of 267,744
 
 
+class ReachConfig(Section):
+    """How far relative positions saw."""
+
+    window: PositiveInt | None
+    clamp: PositiveInt | None
+
+
 class WalkConfig(Section):
     """How the text was read. The fields are those of the protocol of `evaluate`."""
 
@@ -24,6 +31,7 @@ class WalkConfig(Section):
     batch_rows: PositiveInt
     stride: PositiveInt | None
     lanes: PositiveInt
+    reach: ReachConfig
     dtype: ComputeDtype
 
 

@@ -107,6 +107,7 @@ class OutputConfig(Section):
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
     keep_last: PositiveInt = 2  # number of checkpoints to keep
     keep_every: PositiveInt | None = None  # and those of every n-th step, for good
+    heartbeat_timeout: float = Field(15.0, ge=1)  # seconds; a rank without a heartbeat for longer is lost
     stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h
 
     @property
@@ -145,6 +146,7 @@ class RunConfig(Section):
                     f"parallel.micro_tokens ({self.parallel.micro_tokens}) must hold at least one row of "
                     f"stages.{index}.segment_length ({stage.segment_length})"
                 )
+            self.model.check_segment(stage.segment_length, f"stages.{index}.segment_length")
             if stage.cache_length and not self.model.cache:
                 raise ValueError(f"stages.{index}.cache_length is {stage.cache_length}, but model.cache is false")
             if tokens % stage.segment_length:

@@ -107,9 +107,11 @@ def check_place(output: Path, known: frozenset[str] = FILES) -> None:
 
 
 def write_weights(path: Path, source: ModelSource, rename: Callable[[str], str] = str) -> None:
-    """Write all weights in float32."""
-    wanted = [Entry(rename(name), layout.shape, "F32") for name, layout in parameters_of(source.config).items()]
-    write_tensors(path, wanted, (source.weight(name).float() for name in parameters_of(source.config)))
+    """Write all weights in float32, or in float64 if they come so."""
+    parameters = parameters_of(source.config)
+    dtype = torch.float64 if source.weight(next(iter(parameters))).dtype == torch.float64 else torch.float32
+    wanted = [Entry(rename(name), layout.shape, _DTYPES[dtype]) for name, layout in parameters.items()]
+    write_tensors(path, wanted, (source.weight(name).to(dtype) for name in parameters))
 
 
 def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], dict[str, Tensor]]) -> None:

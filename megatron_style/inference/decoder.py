@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_style.config.model import Positions
-from megatron_style.model.attention import ATTENTIONS, RelativeAttention
+from megatron_style.model.attention import RelativeAttention, attention_of
 from megatron_style.model.block import Block
 from megatron_style.model.kernels import causal_mask
 from megatron_style.model.memory import UNLIMITED, Reach
@@ -62,7 +62,7 @@ class Decoder:
     def __init__(
         self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int, reach: Reach = UNLIMITED
     ) -> None:
-        assert ATTENTIONS[model.config.positions].can_decode, "positions must enter queries and keys only"
+        assert attention_of(model.config).can_decode, "this model's segments have to be re-encoded"
         self._model = model
         self._window = reach.window
         self._segment_length = segment_length

@@ -54,6 +54,8 @@ class Measurement:
             "cache_length": protocol.cache_length,
             "stride": protocol.stride or protocol.segment_length,
             "lanes": protocol.lanes,
+            "same_length": protocol.reach.window is not None,
+            "clamp_distance": protocol.reach.clamp,
             "tokens": tokens,
             "words": words,
             "loss_nats": self.score.loss,

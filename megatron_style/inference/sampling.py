@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder, Reading
 from megatron_style.inference.next_token import NextToken, Predict, by_model, pick
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.attention import attention_of
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 
@@ -71,7 +71,8 @@ class Walk(Protocol):
 
 
 class Reencoder:
-    """A walk for models with added positions, which cannot be subtracted again: each token re-encodes its segment."""
+    """A walk for models with added positions, which cannot be subtracted again, or with a compressed memory: each token
+    re-encodes its segment."""
 
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
         self._model = model
@@ -85,7 +86,7 @@ class Reencoder:
         device = self._model.positions.table.device
         for segment in torch.tensor([*open_segment, *ids], device=device).split(self._segment_length):
             before = cache
-            x_BTD, cache, key_BTD = self._model.features(segment[None], before)
+            x_BTD, cache, key_BTD, _ = self._model.features(segment[None], before)
         self._rows[row] = segment.tolist(), before
         return Reading(x_BTD[0, -1], key_BTD[0, -1])
 
@@ -102,7 +103,7 @@ def stacked(rows: Sequence[Reading]) -> Reading:
 
 
 def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
-    kind = Decoder if ATTENTIONS[model.config.positions].can_decode else Reencoder
+    kind = Decoder if attention_of(model.config).can_decode else Reencoder
     return kind(model, rows=rows, segment_length=segment_length, cache_length=cache_length)
 
 

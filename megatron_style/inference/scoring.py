@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
-from megatron_style.model.attention import ATTENTIONS
-from megatron_style.model.memory import Memory
+from megatron_style.model.attention import attention_of
+from megatron_style.model.memory import UNLIMITED, Memory, Reach
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.topology import Axis
 
@@ -40,9 +40,11 @@ class Protocol:
     mode: EvaluationMode
     segment_length: int
     cache_length: int = 0
+    compressed: int = 0  # tokens before the cache of which a compressed memory is made
     batch_rows: int = 1  # windows at once
     stride: int | None = None  # tokens of a window that count; None: all
     lanes: int = 1  # of a walk; one is exact, each further one starts with a limited context
+    reach: Reach = UNLIMITED  # of relative positions
 
     def contexts(self, tokens: int) -> tuple[int, int]:
         """Return the fewest and the most tokens that a prediction sees, after the first segment of a longer text."""
@@ -68,6 +70,8 @@ class Request:
     cache_length: int | None = None
     batch_rows: int | None = None
     lanes: int | None = None
+    same_length: bool | None = None
+    clamp_distance: int | None = None
     tensor: int = 1
 
 
@@ -75,6 +79,7 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
     """Return the protocol for a text of `tokens` tokens, or refuse a flag that the mode would ignore. `where` names the
     model in messages."""
     length = request.segment_length or config.segment_length
+    config.model.check_segment(length, "--segment-length")
     for name in ("heads", "ffn_size"):
         size = getattr(config.model, name)
         if size % request.tensor:
@@ -191,7 +196,8 @@ class Nonoverlapping(Mode[list[_Window]]):
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
         del config, tokens, where
-        _refuse(request, "cache_length", "lanes", needs="cached or token-by-token")
+        walk_only = ("cache_length", "lanes", "same_length", "clamp_distance")
+        _refuse(request, *walk_only, needs="cached or token-by-token")
         stride = self._stride(request, length)
         batch_rows = request.batch_rows or max(1, _TOKENS_AT_ONCE // length)
         return Protocol(request.mode, length, batch_rows=batch_rows, stride=stride)
@@ -234,7 +240,7 @@ class Cached(Mode[range]):
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
         _refuse(request, "stride", needs="sliding")
-        if not config.model.cache and not ATTENTIONS[config.model.positions].can_decode:
+        if not config.model.cache and not attention_of(config.model).can_decode:
             raise UserError(
                 f"{where}: was trained with added positions and no cache, and --mode {request.mode} would ruin it "
                 f"(the paper measured a perplexity of 41.59 that way); use --mode nonoverlapping"
@@ -247,17 +253,34 @@ class Cached(Mode[range]):
         if lanes > segments:
             raise UserError(f"--lanes {lanes}: the text has only {segments} segments of {length}")
         cache_length = request.cache_length or config.cache_length or length
-        return Protocol(request.mode, length, cache_length=cache_length, lanes=lanes)
+        reach = self._reach(request, config, cache_length, where)
+        memory = config.model.memory
+        compressed = 0 if memory is None else memory.compressed * memory.rate
+        return Protocol(
+            request.mode, length, cache_length=cache_length, compressed=compressed, lanes=lanes, reach=reach
+        )
+
+    def _reach(self, request: Request, config: ModelFolderConfig, cache_length: int, where: str) -> Reach:
+        for flag in ("same_length", "clamp_distance"):
+            if getattr(request, flag) is not None and config.model.positions != "relative":
+                name = f"--{flag.replace('_', '-')}"
+                raise UserError(f"{name}: needs relative positions, and {where} has {config.model.positions} ones")
+            if getattr(request, flag) is not None and config.model.memory is not None:
+                name = f"--{flag.replace('_', '-')}"
+                raise UserError(f"{name}: is about distances of tokens, and {where} has a compressed memory; remove it")
+        return Reach(cache_length if request.same_length else None, request.clamp_distance)
 
     def contexts(self, protocol: Protocol, tokens: int) -> tuple[int, int]:
-        most = protocol.cache_length + protocol.segment_length
-        return protocol.cache_length + 1, min(tokens, most)
+        if protocol.reach.window is not None:
+            return protocol.reach.window, protocol.reach.window
+        before = protocol.compressed + protocol.cache_length
+        return before + 1, min(tokens, before + protocol.segment_length)
 
     def units(self, tokens: int, protocol: Protocol) -> Iterable[range]:
         return _cut_lanes(tokens, protocol)
 
     def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
-        memory = reader.model.empty_memory(1, protocol.cache_length)
+        memory = reader.model.empty_memory(1, protocol.cache_length, protocol.reach)
         for begin in range(_warm_from(unit, protocol), unit.stop, protocol.segment_length):
             segment = _Window(begin, begin, min(begin + protocol.segment_length, unit.stop))
             parts, memory = reader.read([segment], memory)
@@ -272,7 +295,9 @@ class TokenByToken(Cached):
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
         found = super().protocol(request, config, length, tokens=tokens, where=where)
-        if not ATTENTIONS[config.model.positions].can_decode:
+        if config.model.memory is not None:
+            raise UserError(f"{where}: has a compressed memory, which token-by-token cannot make; use --mode cached")
+        if not attention_of(config.model).can_decode:
             kind = config.model.positions
             raise UserError(f"{where}: has {kind} positions, so a cached token cannot be read again; use --mode cached")
         if request.tensor > 1:
@@ -281,7 +306,13 @@ class TokenByToken(Cached):
 
     def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
         model = reader.model
-        decoder = Decoder(model, rows=1, segment_length=protocol.segment_length, cache_length=protocol.cache_length)
+        decoder = Decoder(
+            model,
+            rows=1,
+            segment_length=protocol.segment_length,
+            cache_length=protocol.cache_length,
+            reach=protocol.reach,
+        )
         if (warm := _warm_from(unit, protocol)) < unit.start:
             decoder.read(reader.inputs(warm, unit.start))
         for place in unit:
@@ -340,8 +371,8 @@ def _batches(total: int, protocol: Protocol) -> Iterator[list[_Window]]:
 def _refuse(request: Request, *flags: str, needs: str) -> None:
     for flag in flags:
         if getattr(request, flag) is not None:
-            name = f"--{flag.replace('_', '-')} {getattr(request, flag)}"
-            raise UserError(f"{name} needs --mode {needs}, not {request.mode}")
+            value = "" if getattr(request, flag) is True else f" {getattr(request, flag)}"
+            raise UserError(f"--{flag.replace('_', '-')}{value} needs --mode {needs}, not {request.mode}")
 
 
 def _cut_windows(total: int, L: int, stride: int) -> Iterator[_Window]:
@@ -361,7 +392,7 @@ def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
 
 def _warm_from(lane: range, protocol: Protocol) -> int:
     """Return the token at which a lane must start to read, so that its memory is full at its first token."""
-    before = -(-protocol.cache_length // protocol.segment_length)
+    before = -(-(protocol.compressed + protocol.cache_length) // protocol.segment_length)
     return max(0, lane.start - before * protocol.segment_length)
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS, Places
+from megatron_style.model.attention import Places, attention_of
+from megatron_style.model.compression import compression_of
+from megatron_style.model.memory import Seen
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
@@ -14,8 +19,16 @@ from megatron_style.parallel.sharding import uniform
 from megatron_style.parallel.topology import Axis
 
 
+class Attended(NamedTuple):
+    """The result of an attention sublayer."""
+
+    x: Tensor  # its output
+    seen: Seen  # for the next segment's memory
+    auxiliary: Mapping[str, Tensor]  # further losses by name
+
+
 class Block(nn.Module):
-    ATTENTION = ("attention_norm", "attention")  # the modules of each sublayer
+    ATTENTION = ("attention_norm", "attention", "compression")  # the modules of each sublayer
     FEED_FORWARD = ("ffn_norm", "up", "down")
 
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
@@ -26,17 +39,22 @@ class Block(nn.Module):
         self.rates = config.dropout
         self.norm_before = config.norm == "before"
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
-        self.attention = ATTENTIONS[config.positions](config, axis)
+        self.attention = attention_of(config)(config, axis)
+        self.compression = compression_of(config, axis)
+        self._loss_weight = 1.0 if config.memory is None else config.memory.loss_weight
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Return the sublayer's output, and its attention input, which becomes the next segment's memory."""
-        seen = self.attention_norm(x) if self.norm_before else x
-        mixed = self.attention(seen, cached, pos, noise)
+    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> Attended:
+        """Do the attention sublayer. Its attention input becomes the next segment's memory."""
+        tokens = self.attention_norm(x) if self.norm_before else x
+        replaced = None if self.compression is None else self.compression(cached, tokens)
+        mixed, loss = self.attention(tokens, cached, pos, noise, replaced)
         x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
-        return x if self.norm_before else self.attention_norm(x), seen
+        seen = Seen(tokens, None if replaced is None else replaced[1])
+        auxiliary = {} if loss is None else {"compression": self._loss_weight * loss}
+        return Attended(x if self.norm_before else self.attention_norm(x), seen, auxiliary)
 
     def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""

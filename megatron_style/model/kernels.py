@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -29,34 +28,39 @@ def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, 
     if on_cpu and dropout == 0:
         return _Parts.apply(q_BHTE, *cached, *inside)  # type: ignore[no-untyped-call, no-any-return]
     keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
-    mask = causal_mask(T, C + T, q_BHTE.device) if on_cpu else causal_lower_right(T, C + T)
+    mask = causal_mask(T, C + T, q_BHTE.device) if on_cpu else _fused_mask(T, C + T)
     return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=mask, dropout_p=dropout)
 
 
 def attend_with_distances(
     content_BHTE: Tensor,
-    distant_BHTE: Tensor,
     keys_BHSE: Tensor,
     values_BHSE: Tensor,
-    distances_1HSE: Tensor,
+    distance_scores_HBTS: Tensor,
     hidden_TS: Tensor,
     *,
     dropout: float,
 ) -> Tensor:
     """Attend by the sum of two scores: of content and key, and of a query and the distance to the key. The second is a
     bias of T x S numbers for each head, which no fused CPU kernel differentiates."""
-    scale = content_BHTE.shape[-1] ** -0.5
-    by_distance_BHTS = (distant_BHTE * scale) @ distances_1HSE.transpose(-1, -2)
-    bias_BHTS = _by_key(by_distance_BHTS).masked_fill(hidden_TS, -torch.inf)
+    bias_BHTS = distance_scores_HBTS.transpose(0, 1).masked_fill(hidden_TS, -torch.inf)
     return F.scaled_dot_product_attention(content_BHTE, keys_BHSE, values_BHSE, attn_mask=bias_BHTS, dropout_p=dropout)
 
 
-def _by_key(scores_BHTS: Tensor) -> Tensor:
+def score_distances(distant_BHTE: Tensor, distances_HSE: Tensor) -> Tensor:
+    """Return the scores of queries and their distances to the keys [H, B, T, S], given the distances S-1 to 0."""
+    B, H, T, E = distant_BHTE.shape
+    # One product for all rows; with a dim for rows, torch would copy the distances for each of them.
+    distant_HNE = (distant_BHTE * E**-0.5).transpose(0, 1).flatten(1, 2)
+    return _by_key((distant_HNE @ distances_HSE.transpose(1, 2)).view(H, B, T, -1))
+
+
+def _by_key(scores: Tensor) -> Tensor:
     """Return scores by key instead of by distance S-1 to 0. The last query finds them in order; each earlier one finds
     its own one column further to the right, and the last columns hold nothing that it may see. With one column more,
     rows of S + 1 numbers read as rows of S move by one column each."""
-    *leading, T, S = scores_BHTS.shape
-    return F.pad(scores_BHTS, (1, 0)).view(*leading, S + 1, T)[..., 1:, :].reshape(*leading, T, S)
+    *leading, T, S = scores.shape
+    return F.pad(scores, (1, 0)).view(*leading, S + 1, T)[..., 1:, :].reshape(*leading, T, S)
 
 
 def causal_mask(T: int, S: int, device: torch.device, window: int | None = None) -> Tensor:
@@ -64,6 +68,13 @@ def causal_mask(T: int, S: int, device: torch.device, window: int | None = None)
     `window` tokens in all."""
     visible = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     return visible if window is None else visible.triu(S - T - window + 1)
+
+
+def _fused_mask(T: int, S: int) -> Tensor:
+    """Return the same mask in the form that fused kernels know."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
+
+    return causal_lower_right(T, S)
 
 
 class _Parts(torch.autograd.Function):

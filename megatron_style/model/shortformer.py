@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS, Distances, Places
+from megatron_style.model.attention import Distances, Places, attention_of
 from megatron_style.model.block import Block
-from megatron_style.model.memory import UNLIMITED, Memory, Reach
+from megatron_style.model.memory import UNLIMITED, Memory, Reach, Seen, memory_of
 from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.randomness import Noise, replicated_dropout
@@ -38,6 +38,16 @@ class Features(NamedTuple):
     x: Tensor  # output of the last block, [B, T, D]; there is no final norm
     memory: Memory  # for the next segment of these rows
     key: Tensor  # input of the last feed-forward sublayer, after its norm: the key of a kNN-LM datastore
+    auxiliary: Mapping[str, Tensor]  # further losses by name, each the mean over the layers that have it
+
+
+class _Ran(NamedTuple):
+    """The result of a unit."""
+
+    x: Tensor
+    seen: Seen | None  # by its attention sublayer, if it has one
+    auxiliary: Mapping[str, Tensor]  # further losses of that sublayer
+    fed: Tensor | None  # the input of its feed-forward sublayer, if it has one
 
 
 class Shortformer(nn.Module):
@@ -50,11 +60,12 @@ class Shortformer(nn.Module):
         self.vocab_size = vocab_size
         self.recompute = recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
-        self.positions = ATTENTIONS[config.positions].positions(config.hidden_size)
+        self.positions = attention_of(config).positions(config.hidden_size)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config, axis) for _ in range(config.layers)))
 
     def empty_memory(self, rows: int, capacity: int, reach: Reach = UNLIMITED) -> Memory:
-        return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
+        kind = memory_of(self.config)
+        return kind.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
 
     def forward(
         self,
@@ -71,13 +82,12 @@ class Shortformer(nn.Module):
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
         it nothing is dropped. `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
         methods of their own, because ZeRO 3 gathers the weights only inside `forward`."""
-        x_BTD, memory, key_BTD = self.features(ids_BT, memory, noise)
+        x_BTD, memory, key_BTD, auxiliary = self.features(ids_BT, memory, noise)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
-        return Output(
-            nll_N.view(targets_BT.shape), memory, auxiliary={}, likeliest=following, key=key_BTD if key else None
-        )
+        nll_BT = nll_N.view(targets_BT.shape)
+        return Output(nll_BT, memory, auxiliary, likeliest=following, key=key_BTD if key else None)
 
     def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
         x, pos = self.enter(ids_BT, memory.length, memory.reach)
@@ -86,37 +96,41 @@ class Shortformer(nn.Module):
             table = replicated_dropout(pos.table_SD, self.config.dropout.hidden, noise and noise.at("distances"))
             pos = pos._replace(table_SD=table)
         all_seen = []
+        losses = []
         for unit in units(self.config):
-            x, seen, fed = self._run(unit, x, memory, pos, noise)
+            x, seen, auxiliary, fed = self._run(unit, x, memory, pos, noise)
+            losses.append(auxiliary)
             if seen is not None:
                 all_seen.append(seen)
         assert fed is not None, "the last sublayer is a feed-forward one"
-        return Features(x, memory.advance(all_seen), fed)
+        return Features(x, memory.advance(all_seen), fed, _means(losses))
 
     def enter(self, ids_BT: Tensor, remembered: int, reach: Reach = UNLIMITED) -> tuple[Tensor, Places]:
         """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
-        return ATTENTIONS[self.config.positions].enter(self.embed(ids_BT), self.positions, remembered, reach)
+        return attention_of(self.config).enter(self.embed(ids_BT), self.positions, remembered, reach)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the token vectors, without positions."""
         scale: float = self.config.hidden_size**0.5
         return self.vocabulary.embed(ids_BT) * scale
 
-    def _run(
-        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the output of the unit, and the inputs of its attention and of its feed-forward sublayer."""
+    def _run(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> _Ran:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._sublayers, unit, x, memory, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
         return self._sublayers(unit, x, memory, pos, noise)
 
-    def _sublayers(
-        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _sublayers(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> _Ran:
         seen = None
         fed = None
+        auxiliary: Mapping[str, Tensor] = {}
         if (i := unit.attention) is not None:
-            x, seen = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
+            x, seen, auxiliary = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
         if (i := unit.feed_forward) is not None:
             x, fed = self.blocks[i].feed(x, noise and noise.at(i))
-        return x, seen, fed
+        return _Ran(x, seen, auxiliary, fed)
+
+
+def _means(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of each loss over the layers that have it."""
+    names = dict.fromkeys(name for layer in losses for name in layer)
+    return {name: torch.stack([layer[name] for layer in losses if name in layer]).mean() for name in names}

@@ -250,8 +250,16 @@ def commit() -> str | None:
 def evaluate_all(
     experiment: Experiment, needs: Sequence[tuple[RunSpec, Evaluation]], *, at_once: int, threads: int
 ) -> None:
-    jobs = [_evaluation_job(experiment, spec, evaluation) for spec, evaluation in needs]
-    run_jobs([job for job in jobs if job is not None], at_once=at_once, threads=threads)
+    jobs = []
+    datastores = {}
+    for spec, evaluation in needs:
+        job = _evaluation_job(experiment, spec, evaluation)
+        if job is not None:
+            jobs.append(job)
+            if evaluation.neighbours:
+                datastores[experiment.folder(spec)] = _datastore_job(experiment, spec)
+    run_jobs(list(datastores.values()), at_once=at_once, threads=threads)
+    run_jobs(jobs, at_once=at_once, threads=threads)
 
 
 def protocol_flags(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> tuple[str, ...]:
@@ -261,7 +269,28 @@ def protocol_flags(experiment: Experiment, spec: RunSpec, evaluation: Evaluation
         flags += ["--stride", str(stride)]
     if evaluation.mode == "nonoverlapping" or (evaluation.mode == "sliding" and evaluation.split == "short"):
         flags += ["--batch-rows", "1"]  # the paper measured speeds with one row at a time
+    if evaluation.memory:
+        scaled = experiment.scale.length
+        flags += ["--segment-length", str(scaled(evaluation.memory.segment_length))]
+        flags += ["--cache-length", str(scaled(evaluation.memory.cache_length)), "--same-length"]
+        flags += ["--clamp-distance", str(scaled(evaluation.memory.clamp_distance))]
+    if evaluation.neighbours:
+        # The number of tokens shrinks with the lengths, and so do the neighbours among them.
+        count = experiment.scale.length(evaluation.neighbours)
+        flags += ["--neighbours", str(_datastore(experiment, spec)), "--k", str(count)]
     return tuple(flags)
+
+
+def _datastore(experiment: Experiment, spec: RunSpec) -> Path:
+    return experiment.folder(spec) / "neighbours"
+
+
+def _datastore_job(experiment: Experiment, spec: RunSpec) -> Job:
+    """Return the job that makes a datastore of the training text; it ends at once if there is one."""
+    folder = experiment.folder(spec)
+    command = (sys.executable, "-m", "megatron_style.neighbours", "build", str(RunFolder(folder).model))
+    flags = ("--data", str(experiment.corpus.train), "--output", str(_datastore(experiment, spec)))
+    return Job(f"datastore of {folder.name}", (*command, *flags), folder / "neighbours.log", folder / "neighbours.out")
 
 
 def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> Job | None:

@@ -23,16 +23,30 @@ Split = Literal["valid", "test", "short"]  # short: the beginning of valid
 
 
 @dataclass(frozen=True)
+class LongMemory:
+    """Lengths with which Transformer-XL is evaluated, in the numbers of its authors. All tokens see equally many."""
+
+    segment_length: int
+    cache_length: int
+    clamp_distance: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """One call of `evaluate` on the trained model, at the length it was trained with last."""
+    """One call of `evaluate` on the trained model, by default at the length it was trained with last."""
 
     mode: EvaluationMode
     split: Split = "valid"
     stride: int | None = None  # the paper's
+    memory: LongMemory | None = None
+    neighbours: int | None = None  # of a kNN-LM with a datastore of the training text, as many as its authors use
 
     @property
     def name(self) -> str:
-        return f"{self.split}-{self.mode}" + (f"-S{self.stride}" if self.stride else "")
+        stride = f"-S{self.stride}" if self.stride else ""
+        memory = f"-M{self.memory.cache_length}" if self.memory else ""
+        neighbours = f"-knn{self.neighbours}" if self.neighbours else ""
+        return f"{self.split}-{self.mode}{stride}{memory}{neighbours}"
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,10 @@ class Evaluated:
         found = run.evaluations[self.evaluation]
         if self.figure == "speed":
             return _speed(found)
+        loss = float(found["mixture_loss_nats" if self.evaluation.neighbours else "loss_nats"])
         if self.figure == "loss":
-            return float(found["loss_nats"])
-        per_word = found["perplexity_per_word"]
-        return float(found["perplexity"] if per_word is None else per_word)
+            return loss
+        return math.exp(loss * found["tokens"] / (found["words"] or found["tokens"]))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from megatron_style.config.yaml_file import read_yaml
 from megatron_style.paper.scale import ExperimentScale, ModelSize
 
 Model = Literal[
-    "baseline", "pia_cache", "ablation_pia_no_cache", "ablation_pia_no_cache_unshuffled", "ablation_cache_no_pia"
+    "baseline",
+    "pia_cache",
+    "ablation_pia_no_cache",
+    "ablation_pia_no_cache_unshuffled",
+    "ablation_cache_no_pia",
+    "sandwich",
+    "sandwich_shortformer",
+    "transformer_xl",
+    "transformer_xl_staged",
 ]
 Text = Literal["wikitext103", "tbc"]
 
@@ -80,12 +88,15 @@ def run_config(spec: RunSpec, scale: ExperimentScale, corpus: PreparedText, fold
 def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     """Return the run file without the corpus, which all runs of a folder share, and without the output."""
     data = _paper_file(spec, scale)
+    paper_layers = data["model"]["layers"]
     data["stages"] = _stages(spec, scale)
     data["seed"] = spec.seed
     del data["output"]
     if scale.model is not None:
         # In a narrow model, rare words with a 16th of the width would learn next to nothing: all bands have full width.
         data["model"] |= _sizes(scale.model) | {"dropout": {}, "vocabulary": {"kind": "adaptive", "factor": 1}}
+        if sandwich := data["model"].get("sandwich"):
+            data["model"]["sandwich"] = max(1, round(sandwich * scale.model.layers / paper_layers))
         data["data"]["tokens_per_batch"] = scale.tokens_per_batch
         rate = {"peak": scale.peak_rate, "floor": scale.peak_rate / 50, "warmup_steps": scale.steps // 20}
         data["optimizer"] = {"name": "adamw", "learning_rate": rate, "clip_norm": 1.0}
@@ -106,6 +117,8 @@ def _books_name(spec: RunSpec) -> str:
 
 
 def _stages(spec: RunSpec, scale: ExperimentScale) -> list[dict[str, Any]]:
+    if scale.is_paper and spec.model.startswith("transformer_xl"):  # its authors' own extents
+        return list(_paper_file(spec, scale)["stages"])
     if scale.is_paper and spec.text == "tbc":  # extents as in its run files: in tokens and epochs
         stages: list[dict[str, Any]] = _paper_file(spec, scale)["stages"]
         stages[-1] |= _stage(spec.length, scale)

@@ -63,17 +63,17 @@ class ExperimentScale:
         return self.first_steps(self.first_epochs[0])
 
 
-_LENGTHS = (32, 64, 128, 256, 512, 768, 1024, 1536, 3072)
+_LENGTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 3072)
 _EPOCHS = (25, 50, 75, 100, 125, 150, 175, 200)
 
 _MINIATURE = ExperimentScale(
-    "miniature", shrink=32, lengths=(128, 512, 3072), first_epochs=(50, 100), steps=20, steps_of_50_epochs=5,
+    "miniature", shrink=32, lengths=(128, 384, 512, 3072), first_epochs=(50, 100), steps=20, steps_of_50_epochs=5,
     tokens_per_batch=192, evaluate_every=5, save_every=5, held_out_tokens=600, watched_tokens=300, short_tokens=96,
     windows=4, seeds=1, model=ModelSize(layers=2, hidden_size=32, heads=2, ffn_size=64), peak_rate=0.01,
 )  # fmt: skip
 # About 0.9M tokens per run: 15 minutes per table on two cores, with two seeds.
 _TINY = ExperimentScale(
-    "tiny", shrink=8, lengths=(64, 128, 512, 3072), first_epochs=(50, 100, 150), steps=1200,
+    "tiny", shrink=8, lengths=(64, 128, 384, 512, 3072), first_epochs=(50, 100, 150), steps=1200,
     steps_of_50_epochs=300, tokens_per_batch=768, evaluate_every=100, save_every=300, held_out_tokens=24_576,
     watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
     model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),

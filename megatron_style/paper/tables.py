@@ -6,7 +6,7 @@ The figures are data, `paper_tables.json`: Press, Smith & Lewis, "Shortformer", 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from megatron_style.paper.measures import (
     Evaluated,
     Evaluation,
+    LongMemory,
     Measure,
     Measured,
     Row,
@@ -25,10 +26,11 @@ from megatron_style.paper.measures import (
     TrainSpeed,
 )
 from megatron_style.paper.memory import LargestBatch, PlannedStage
-from megatron_style.paper.runs import RunSpec, Text
+from megatron_style.paper.runs import Model, RunSpec, Text
 
 FILE = Path(__file__).with_name("paper_tables.json")
 EPOCHS = 205  # of WikiText-103, in all of its runs
+NEIGHBOURS = 1024  # of kNN-LM, as its authors use
 
 
 @cache
@@ -55,6 +57,7 @@ CACHED = Evaluation("cached")
 ONE_BY_ONE = Evaluation("sliding", "short", stride=1)  # a window per token: how a model without cache generates
 WALKED = Evaluation("token-by-token", "short")
 CACHED_SHORT = Evaluation("cached", "short")
+LONG_MEMORY = Evaluation("cached", memory=LongMemory(segment_length=128, cache_length=1600, clamp_distance=1000))
 
 BASELINE = RunSpec("baseline", 3072)
 STAGED = RunSpec("baseline", 3072, first_length=128, first_epochs=50)
@@ -63,6 +66,10 @@ SHORTFORMER = RunSpec("pia_cache", 512, first_length=128, first_epochs=100)
 PIA_NO_CACHE = RunSpec("ablation_pia_no_cache", 512)
 PIA_NO_CACHE_UNSHUFFLED = RunSpec("ablation_pia_no_cache_unshuffled", 512)
 CACHE_NO_PIA = RunSpec("ablation_cache_no_pia", 512)
+SANDWICH = RunSpec("sandwich", 3072)
+SANDWICH_SHORTFORMER = RunSpec("sandwich_shortformer", 512, first_length=128, first_epochs=100)
+TRANSFORMER_XL = RunSpec("transformer_xl", 384)
+STAGED_TRANSFORMER_XL = RunSpec("transformer_xl_staged", 384, first_length=128, first_epochs=100)
 
 
 def perplexity(evaluation: Evaluation) -> Evaluated:
@@ -135,11 +142,14 @@ def _table_4() -> Table:
 
 
 def _table_5() -> Table:
-    rows = tuple(
+    """Return table 5 with rows added for combinations that the paper suggests and does not measure."""
+    rows = [
         _model_row(row[0], row[3], (row[2], row[4], row[5]), 3072, "wikitext103", ("test",))
         for row in paper_table(5)["rows"]
-    )
-    return Table(5, "Test perplexity", ("train tokens/s", "tokens/s", "test ppl"), rows)
+    ]
+    for name in ("staged transformer-xl", "sandwich + shortformer", "shortformer + knn-lm"):
+        rows.append(_model_row(name, "nonoverlapping", (None, None, None), 3072, "wikitext103", ("test",)))
+    return Table(5, "Test perplexity", ("train tokens/s", "tokens/s", "test ppl"), tuple(rows))
 
 
 def _table_6() -> Table:
@@ -214,18 +224,37 @@ def _by_first_stage(number: int, title: str, column: str, measure: Measure, unit
 
 def _model_row(name: str, mode: str, paper: tuple[Any, ...], length: int, text: Text, splits: tuple[Split, ...]) -> Row:
     """Return a row of a table that compares models: speed of training and inference, perplexity on each split."""
-    specs = {"baseline": BASELINE, "staged": STAGED, "pia+cache": PIA_CACHE, "shortformer": SHORTFORMER}
-    spec = specs.get(name)
+    spec = _COMPARED.get(name)
     if spec is None:
         return Row(f"{name}, {mode}", None, paper, (None,) * len(paper))
-    if spec.model == "baseline":
+    if spec.model in ("baseline", "sandwich"):
         spec = replace(spec, length=length)
-    plain = SLIDING_512 if mode == "sliding S=512" else CACHED if spec.model == "pia_cache" else NONOVERLAPPING
+    plain = SLIDING_512 if mode == "sliding S=512" else _WALKS.get(spec.model, NONOVERLAPPING)
+    if name.endswith("knn-lm"):
+        plain = replace(plain, neighbours=NEIGHBOURS)
     evaluations = [replace(plain, split=split) for split in splits]
     measures: tuple[Measured, ...] = (TrainSpeed(), speed(evaluations[0]), *map(perplexity, evaluations))
     return Row(f"{name}, {mode}", replace(spec, text=text), paper, measures)
 
 
+_COMPARED: Mapping[str, RunSpec] = {  # what the tables that compare models train
+    "baseline": BASELINE,
+    "staged": STAGED,
+    "pia+cache": PIA_CACHE,
+    "shortformer": SHORTFORMER,
+    "knn-lm": BASELINE,
+    "shortformer + knn-lm": SHORTFORMER,
+    "sandwich": SANDWICH,
+    "sandwich + shortformer": SANDWICH_SHORTFORMER,
+    "transformer-xl": TRANSFORMER_XL,
+    "staged transformer-xl": STAGED_TRANSFORMER_XL,
+}
+_WALKS: Mapping[Model, Evaluation] = {  # how a model with a memory is evaluated; the paper says nonoverlapping
+    "pia_cache": CACHED,
+    "sandwich_shortformer": CACHED,
+    "transformer_xl": LONG_MEMORY,
+    "transformer_xl_staged": LONG_MEMORY,
+}
 _TABLES: tuple[Callable[[], Table], ...] = (
     _table_1, _table_2, _table_3, _table_4, _table_5, _table_6, _table_7, _table_8, _table_9, _table_10, _table_11,
     _table_12,

@@ -1,7 +1,7 @@
 """The parts of a model, each with its costs: attention, feed-forward and vocabulary.
 
 `memory`, `traffic` and `timing` add them up. A kind of attention or vocabulary is a class, and a row in a table below.
-Symbols: D hidden size, L segment length, C cache length, S their sum, e bytes per weight.
+Symbols: D hidden size, L segment length, C the length of the memory before it, S their sum, e bytes per weight.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_style.config.model import ModelConfig
+from megatron_style.config.model import CompressionConfig, ModelConfig
 from megatron_style.planning.setup import Setup
 from megatron_style.schedule.stages import Stage
 
@@ -38,8 +38,18 @@ class MicroBatch:
 
     @property
     def keys(self) -> int:
-        """Return the number of tokens attended to: the cache's and the segment's."""
-        return self.stage.micro_rows * (self.stage.segment_length + self.stage.cache_length)
+        """Return the number of tokens attended to: the memory's and the segment's."""
+        return self.stage.micro_rows * (self.stage.segment_length + self.remembered)
+
+    @property
+    def slots(self) -> int:
+        """Return the compressed slots of the memory."""
+        return 0 if self.model.memory is None else self.model.memory.compressed
+
+    @property
+    def remembered(self) -> int:
+        """Return the length of the memory: its cached tokens and its compressed slots."""
+        return self.stage.cache_length + self.slots
 
     @property
     def vector_bytes(self) -> int:
@@ -74,12 +84,17 @@ class Attention:
         """Return the multiplications per token of a forward pass; with `causal_once`, without the masked ones."""
         D = self.batch.model.hidden_size
         L = self.batch.stage.segment_length
-        C = self.batch.stage.cache_length
+        C = self.batch.remembered
         attended = C + (L + 1) / 2 if causal_once else L + C
         # Keys and values of cached tokens are projected again, with the current weights; no gradient flows into the
         # cache, which saves one product.
         projections = D * D * (4 + 2 * C / L * (PASSES - 1) / PASSES)
         return projections + 2 * attended * D
+
+    @property
+    def is_fused(self) -> bool:
+        """True if the kernel keeps no scores, and does not compute those that are masked."""
+        return self.batch.setup.kernels.fused_attention
 
     @property
     def kept(self) -> float:
@@ -107,12 +122,12 @@ class Attention:
     @property
     def caches(self) -> int:
         """Return the bytes of the last segment's cache and of the next one's, of all rows."""
-        return 2 * self.batch.stage.rows * self.batch.stage.cache_length * self.batch.vector_bytes
+        return 2 * self.batch.stage.rows * self.batch.remembered * self.batch.vector_bytes
 
     @property
     def position_table(self) -> int:
         """Return the bytes of the table of positions, which all blocks share."""
-        length = self.batch.stage.segment_length + self.batch.stage.cache_length
+        length = self.batch.stage.segment_length + self.batch.remembered
         return length * self.batch.model.hidden_size * _FLOAT
 
     @property
@@ -139,11 +154,11 @@ class Attention:
         queries = batch.tokens * batch.model.heads / batch.setup.tensor
         inputs = (batch.tokens + 2 * batch.keys) * D
         mixed = batch.tokens * D * batch.element_bytes
-        if batch.setup.kernels.fused_attention:
+        if self.is_fused:
             return inputs * batch.element_bytes + mixed + queries * _FLOAT  # one sum per query
         # torch's plain kernel computes in full precision.
         dropped = _FLOAT + batch.mask_bytes(_FLOAT) if batch.model.dropout.attention else 0
-        S = batch.stage.segment_length + batch.stage.cache_length
+        S = batch.stage.segment_length + batch.remembered
         return inputs * _FLOAT + mixed + queries * S * (_FLOAT + dropped)
 
 
@@ -154,6 +169,109 @@ class InfusedAttention(Attention):
     @property
     def _placed_vectors(self) -> int:
         return self.batch.keys
+
+
+@dataclass(frozen=True)
+class RelativeAttention(Attention):
+    """Scores have a second part, of queries and projected distances, which no fused kernel computes."""
+
+    def products(self, *, causal_once: bool) -> float:
+        L = self.batch.stage.segment_length
+        C = self.batch.stage.cache_length
+        attended = C + (L + 1) / 2 if causal_once else L + C
+        return super().products(causal_once=causal_once) + self._by_distance(L + C, attended)
+
+    def _by_distance(self, distances: int, attended: float) -> float:
+        """Return the products of projecting distances, and of scoring queries by those of what they attend to."""
+        stage = self.batch.stage
+        D = self.batch.model.hidden_size
+        # All rows share the projected distances; no gradient flows to the sinusoids, which saves one product.
+        projected = distances / (stage.micro_rows * stage.segment_length) * D * D * (PASSES - 1) / PASSES
+        return projected + attended * D
+
+    @property
+    def is_fused(self) -> bool:
+        return False
+
+    @property
+    def needed(self) -> float:
+        """Return the bytes of the gradients of weights, scores and bias, and of the bias by distance, twice."""
+        batch = self.batch
+        S = batch.stage.segment_length + batch.remembered
+        return 5 * batch.tokens * S * batch.model.heads / batch.setup.tensor * _FLOAT
+
+    @property
+    def _kept_by_kernel(self) -> float:
+        """Return in addition the queries that distances are scored with, and the projected distances."""
+        batch = self.batch
+        S = batch.stage.segment_length + batch.stage.cache_length
+        vectors = (batch.tokens + S) * batch.model.hidden_size / batch.setup.tensor
+        return super()._kept_by_kernel + vectors * batch.element_bytes
+
+
+@dataclass(frozen=True)
+class _Compressive(Attention):
+    """Tokens that leave the cache are compressed. A convolution is trained by a loss that compares attention to them
+    with attention to their slots."""
+
+    def products(self, *, causal_once: bool) -> float:
+        memory = self._memory
+        base = super().products(causal_once=causal_once)
+        if memory.function != "convolution":
+            return base
+        D = self.batch.model.hidden_size
+        L = self.batch.stage.segment_length
+        # The tokens have no gradient: their queries, keys, values and attention are computed once, and the convolution
+        # has one gradient. Keys and values of slots have one too, as their weights learn nothing here.
+        once = 3 * D * D + 2 * L * D
+        twice = D * D + 2 * D * D / memory.rate
+        return base + (once + 2 * twice) / PASSES + 2 * L / memory.rate * D
+
+    @property
+    def kept(self) -> float:
+        """Return in addition the inputs of the convolution, and for its loss the queries, the keys and values of slots,
+        attention to them, and the difference."""
+        if self._memory.function != "convolution":
+            return super().kept
+        D = self.batch.model.hidden_size / self.batch.setup.tensor
+        vectors = (3 + 2 / self._memory.rate) * self.batch.tokens
+        sums = self.batch.tokens * self.batch.model.heads / self.batch.setup.tensor
+        difference = self.batch.tokens * D * _FLOAT
+        return super().kept + vectors * D * self.batch.element_bytes + difference + sums * _FLOAT
+
+    @property
+    def sent(self) -> Sent:
+        """Return in addition the slots, their gradients and the loss. A recomputed block repeats slots and loss."""
+        base = super().sent
+        if self._memory.function != "convolution":
+            return base
+        times = 2 if self.batch.setup.recompute else 1
+        vectors = (times + 1) * self.batch.tokens // self._memory.rate
+        return Sent(base.messages + 2 * times + 1, base.vectors + vectors, base.other + times * _FLOAT)
+
+    @property
+    def _memory(self) -> CompressionConfig:
+        assert self.batch.model.memory is not None
+        return self.batch.model.memory
+
+    @property
+    def _next_cache_is_the_input(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class CompressiveInfusedAttention(_Compressive, InfusedAttention):
+    """Compressed slots have positions, as tokens have."""
+
+
+@dataclass(frozen=True)
+class CompressiveRelativeAttention(_Compressive, RelativeAttention):
+    """Compressed slots have distances of their own."""
+
+    def products(self, *, causal_once: bool) -> float:
+        C = self.batch.slots
+        distances = C + self.batch.stage.segment_length
+        return super().products(causal_once=causal_once) + self._by_distance(distances, C if causal_once else distances)
 
 
 @dataclass(frozen=True)
@@ -268,9 +386,15 @@ class AdaptiveVocabulary(Vocabulary):
         D = self.batch.model.hidden_size
         shares = self.batch.setup.band_shares
         head, *tails = self.batch.setup.bands
-        products = D * (head.tokens + len(tails)) + shares[0] * D * head.width
+        products = float(D * (head.tokens + len(tails)))
         for band, share in zip(tails, shares[1:], strict=True):
-            products += share * band.width * (D + D + band.tokens)  # projected on input, on output, and scored
+            products += share * band.width * band.tokens
+        projections = self.batch.model.vocabulary.projections
+        if projections != "none":  # every band on input, and the tails on output
+            products += shares[0] * D * head.width
+            products += sum(2 * share * band.width * D for band, share in zip(tails, shares[1:], strict=True))
+        if projections == "both":
+            products += D * head.width
         return products
 
     @property
@@ -306,7 +430,15 @@ class AdaptiveVocabulary(Vocabulary):
         return tuple(kept)
 
 
-_ATTENTIONS: Mapping[str, type[Attention]] = {"added": Attention, "infused": InfusedAttention}
+_ATTENTIONS: Mapping[str, type[Attention]] = {
+    "added": Attention,
+    "infused": InfusedAttention,
+    "relative": RelativeAttention,
+}
+_COMPRESSIVE_ATTENTIONS: Mapping[str, type[Attention]] = {
+    "infused": CompressiveInfusedAttention,
+    "relative": CompressiveRelativeAttention,
+}
 _VOCABULARIES: Mapping[str, type[Vocabulary]] = {
     "adaptive": AdaptiveVocabulary,
     "tied": Vocabulary,
@@ -330,9 +462,10 @@ class Parts:
 
 def parts_of(setup: Setup, stage: Stage) -> Parts:
     batch = MicroBatch(setup, stage)
+    attentions = _ATTENTIONS if setup.model.memory is None else _COMPRESSIVE_ATTENTIONS
     return Parts(
         layers=setup.model.layers,
-        attention=_ATTENTIONS[setup.model.positions](batch),
+        attention=attentions[setup.model.positions](batch),
         feed_forward=FeedForward(batch),
         vocabulary=_VOCABULARIES[setup.model.vocabulary.kind](batch),
     )

@@ -50,13 +50,15 @@ def training_flops_per_token(
     *,
     segment_length: int,
     cache_length: int,
+    rows: int = 1,
     band_shares: Sequence[float] | None = None,
     causal_once: bool = True,
 ) -> float:
-    """Return `flops_of_token`, which does not depend on the grid. `band_shares` is the share of tokens in each band of
+    """Return `flops_of_token`, which does not depend on the grid. `rows` of a micro-batch share the projections of
+    relative positions. `band_shares` is the share of tokens in each band of
     the vocabulary; it defaults to Zipf's law."""
     shares = zipf_shares(model, vocab_size) if band_shares is None else tuple(band_shares)
-    stage = Stage(0, segment_length, cache_length, rows=1, micro_rows=1)
+    stage = Stage(0, segment_length, cache_length, rows=rows, micro_rows=rows)
     return flops_of_token(Setup(model, vocab_size, shares, Sharding()), stage, causal_once=causal_once)
 
 
@@ -73,7 +75,7 @@ def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> f
 def executed_flops(setup: Setup, stage: Stage) -> float:
     """Return the FLOPs that one rank executes in a step. Fused kernels skip masked tokens, with a cache too; kernels
     that hold the matrix of tokens x tokens skip nothing. Recompute adds a second forward pass, a third of the rest."""
-    each = flops_of_token(setup, stage, causal_once=setup.kernels.fused_attention)
+    each = flops_of_token(setup, stage, causal_once=parts_of(setup, stage).attention.is_fused)
     again = 4 / 3 if setup.recompute else 1
     return again * each * stage.rows * stage.segment_length / setup.tensor
 

@@ -95,7 +95,12 @@ def test_unknown_key_with_none_near() -> None:
         ("model.layers", "null", "valid integer"),
         ("model.cache", '"yes"', "valid boolean"),
         ("model.cache", "1", "valid boolean"),
-        ("model.positions", '"rotary"', "'added' or 'infused'"),
+        ("model.positions", '"rotary"', "'added', 'infused' or 'relative'"),
+        ("model.norm", '"middle"', "'before' or 'after'"),
+        ("model.sandwich", "-1", "greater than or equal to 0"),
+        ("model.memory", "{compressed: 8, rate: 1}", "greater than 1"),
+        ("model.memory", "{compressed: 8, rate: 4, function: median}", "'convolution', 'mean' or 'max'"),
+        ("model.vocabulary.projections", '"all"', "'input', 'both' or 'none'"),
         ("model.vocabulary.kind", '"shared"', "'adaptive', 'tied' or 'untied'"),
         ("model.vocabulary.cutoffs.1", '"x"', "valid integer"),
         ("model.dropout", "{hidden: 1.0}", "less than 1"),
@@ -140,6 +145,31 @@ def test_missing_key(key: str) -> None:
         (
             ["model.vocabulary.cutoffs=[200, 100]"],
             "model.vocabulary: cutoffs [200, 100] must grow, as in [100, 200]",
+        ),
+        (["model.sandwich=9"], "model: sandwich (9) must be less than layers (2)"),
+        (
+            ["model.memory={compressed: 8, rate: 4}", "model.cache=false"],
+            "model: memory compresses what leaves the cache, but cache is false; set cache to true",
+        ),
+        (
+            ["model.memory={compressed: 8, rate: 4}", "model.positions=added"],
+            "model: memory needs positions infused or relative: an added position cannot be compressed",
+        ),
+        (
+            ["model.memory={compressed: 8, rate: 4, function: mean, loss_weight: 2.0}"],
+            "model.memory: loss_weight (2.0) belongs to function convolution; remove it",
+        ),
+        (
+            ["model.memory={compressed: 8, rate: 3}"],
+            "stages.0.segment_length (128) must be a multiple of model.memory.rate (3); use 126 or 129",
+        ),
+        (
+            ["model.vocabulary.projections=none"],
+            "model.vocabulary: projections none need bands of equal width: factor 1, not 4",
+        ),
+        (
+            ["model.vocabulary={kind: tied, projections: both}"],
+            "model.vocabulary: projections both belong to kind adaptive, not tied; remove them",
         ),
         (["model.vocabulary.cutoffs=[5, 5]"], "model.vocabulary: cutoffs [5, 5] must grow, as in [5]"),
         (["model.vocabulary.cutoffs=[]"], "model.vocabulary: kind adaptive needs cutoffs, such as [20000, 60000]"),

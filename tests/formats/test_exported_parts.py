@@ -39,7 +39,7 @@ def parts_of_ours(model: Shortformer, config: ModelFolderConfig, ids: Tensor) ->
     watch(model, seen)
     memory = model.empty_memory(1, config.cache_length)
     for segment in ids.split(config.segment_length, 1):
-        features, memory, _ = model.features(segment, memory)
+        features, memory, *_ = model.features(segment, memory)
         seen.setdefault("vocabulary", []).append(model.vocabulary.log_probs(features[0])[None])
     return {name: torch.cat(parts, 1) for name, parts in seen.items()}
 

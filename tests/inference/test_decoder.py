@@ -37,7 +37,7 @@ def walked(model: Shortformer, text: list[int], L: int, C: int) -> Tensor:
     """The features of each token of the text, by the model itself."""
     cache, parts = model.empty_memory(1, C), []
     for segment in torch.tensor([text]).split(L, 1):
-        features, cache, _ = model.features(segment, cache)
+        features, cache, *_ = model.features(segment, cache)
         parts.append(features[0])
     return torch.cat(parts)
 

@@ -29,7 +29,7 @@ def recomputed(model: Shortformer, text: Sequence[int], L: int, C: int) -> Tenso
     cache = model.empty_memory(1, C)
     inputs = [EOS, *text]
     for start in range(0, len(inputs), L):
-        features, cache, _ = model.features(torch.tensor([inputs[start : start + L]]), cache)
+        features, cache, *_ = model.features(torch.tensor([inputs[start : start + L]]), cache)
     log_probs: Tensor = model.vocabulary.log_probs(features[:, -1])[0]
     return log_probs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,20 @@ def test_times_and_speeds() -> None:
     assert ToMatch("tokens").read(run, None) is None
 
 
-@pytest.mark.parametrize(("per_word", "expected"), [(None, 7.0), (30.0, 30.0)])
-def test_perplexity_is_per_word(per_word: float | None, expected: float) -> None:
-    said = {"mode": "cached", "perplexity": 7.0, "perplexity_per_word": per_word, "loss_nats": 2.0}
-    said["tokens_per_second"] = 9.0
+@pytest.mark.parametrize(("words", "expected"), [(None, math.exp(2)), (40, math.exp(3))])
+def test_perplexity_is_per_word(words: int | None, expected: float) -> None:
+    said = {"mode": "cached", "tokens": 60, "words": words, "loss_nats": 2.0, "tokens_per_second": 9.0}
     run = RunResult(BASELINE.history, {EVALUATION: said})
     assert Evaluated("perplexity", EVALUATION).read(run, None) == expected
     assert Evaluated("loss", EVALUATION).read(run, None) == 2.0
     assert Evaluated("speed", EVALUATION).read(run, None) == 9.0
+
+
+def test_with_neighbours_it_is_the_mixtures() -> None:
+    evaluation = replace(EVALUATION, neighbours=1024)
+    said = {"tokens": 60, "words": None, "loss_nats": 2.0, "mixture_loss_nats": 1.5}
+    run = RunResult(BASELINE.history, {evaluation: said})
+    assert Evaluated("perplexity", evaluation).read(run, None) == math.exp(1.5)
 
 
 @pytest.mark.parametrize(("tokens", "speed"), [(100, 91.0), (10, 10.0), (5, 20.0)])

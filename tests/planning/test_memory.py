@@ -20,6 +20,7 @@ from tests.support.training import write_corpus, write_ds_config
 
 VOCAB_SIZE, TOKENS = 2000, 1024
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [1200, 1700], "factor": 4}
+COMPRESSED = {"compressed": 48, "rate": 4}
 DROPOUT = {"hidden": 0.3, "attention": 0.1, "activation": 0.1, "softmax": 0.2}
 
 
@@ -68,6 +69,25 @@ MORE_CASES = {
         zero=1, tensor=2, recompute=True, model={"layers": 6, "cache": False}, optimizer="adamw"
     ),
     "dropout": Case(zero=1, model={"dropout": DROPOUT}),
+    "sandwich": Case(zero=1, model={"layers": 4, "sandwich": 2}),
+    "sandwich, recompute": Case(zero=1, recompute=True, model={"layers": 6, "sandwich": 3}),
+    "norm after": Case(zero=1, model={"norm": "after"}),
+    "relative": Case(zero=1, model={"positions": "relative"}),
+    "relative, norm after, tensor parallel": Case(tensor=2, model={"positions": "relative", "norm": "after"}),
+    "relative, dropout": Case(zero=1, model={"positions": "relative", "dropout": DROPOUT}),
+    "relative, recompute": Case(zero=1, recompute=True, model={"positions": "relative", "layers": 6}),
+    "compressive": Case(zero=1, model={"positions": "relative", "norm": "after", "memory": COMPRESSED}),
+    "compressive, tensor parallel": Case(tensor=2, model={"positions": "relative", "memory": COMPRESSED}),
+    "compressive, recompute": Case(
+        zero=1, recompute=True, model={"positions": "relative", "layers": 6, "memory": COMPRESSED}
+    ),
+    "compressive, mean": Case(zero=1, model={"positions": "relative", "memory": COMPRESSED | {"function": "mean"}}),
+    "compressive, infused": Case(zero=1, model={"memory": COMPRESSED}, cache_length=128),
+    "compressive, infused, recompute": Case(zero=1, recompute=True, model={"layers": 6, "memory": COMPRESSED}),
+    "projections both": Case(zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "projections": "both"}}),
+    "projections none": Case(
+        zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "factor": 1, "projections": "none"}}
+    ),
     "long": Case(segment_length=512, model={"layers": 2, "ffn_size": 256, "vocabulary": {"kind": "untied"}}),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_style.config.model import ModelFolderConfig
 from tests.support.tiny import tiny_config
 
+COMPRESSED = {"compressed": 4, "rate": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "baseline": {"positions": "added", "cache": False},
     "shortformer": {},
@@ -26,6 +27,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "projections": "none",
     },
     "sandwich-transformer-xl": {"layers": 3, "sandwich": 1, "positions": "relative"},
+    "compressive": {"positions": "relative", "norm": "after", "memory": COMPRESSED},
+    "compressive-before": {"positions": "relative", "kind": "tied", "memory": COMPRESSED},
+    "compressive-mean": {"positions": "relative", "norm": "after", "memory": COMPRESSED | {"function": "mean"}},
+    "compressive-shortformer": {"memory": COMPRESSED},
 }
 
 
