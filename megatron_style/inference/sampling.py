@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder, Reading
 from megatron_style.inference.next_token import NextToken, Predict, by_model, pick
@@ -102,6 +103,8 @@ def stacked(rows: Sequence[Reading]) -> Reading:
 
 
 def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
+    if model.config.foresight:
+        raise UserError(f"{model.config.foresight}")
     kind = Decoder if ATTENTIONS[model.config.positions].can_decode else Reencoder
     return kind(model, rows=rows, segment_length=segment_length, cache_length=cache_length)
 

@@ -29,6 +29,20 @@ class Distances(NamedTuple):
     hidden_TS: Tensor  # True where a token of the segment does not see one of the memory and the segment
 
 
+class Side(NamedTuple):
+    """What the clusters of a routing layer give in addition to its output."""
+
+    loss: Tensor  # a scalar: this rank's share, to be summed over the tensor axis
+    tally: Tensor  # by which the centroids of this rank's heads are moved after the update
+
+
+class Mixed(NamedTuple):
+    """The result of an attention layer."""
+
+    x: Tensor
+    side: Side | None = None
+
+
 Places = Tensor | Distances | None  # what a kind of positions passes to every block
 KeysValues = tuple[Tensor, Tensor]
 
@@ -39,18 +53,20 @@ class Attention(nn.Module):
     can_decode: ClassVar[bool] = False  # an added position cannot be removed from a cached token when the token moves
     has_biases: ClassVar[bool] = True
 
-    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+    def __init__(self, config: ModelConfig, axis: Axis, heads: int | None = None) -> None:
+        """Make all heads of a model, or the first `heads` of them."""
         super().__init__()
         D = config.hidden_size
         self.head_size = D // config.heads
+        width = self.head_size * (heads or config.heads)
         self.axis = axis
         self.dropout = config.dropout.attention
         bias = uniform(D**-0.5) if self.has_biases else None
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": bias}
-        self.query = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.key = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.value = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.out = RowParallelLinear(D, D, axis=axis, weight=xavier(D, D), bias=zeros if self.has_biases else None)
+        self.query = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.key = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.value = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.out = RowParallelLinear(width, D, axis=axis, weight=xavier(D, D), bias=zeros if self.has_biases else None)
 
     @staticmethod
     def positions(size: int) -> SinusoidalPositions:
@@ -64,8 +80,12 @@ class Attention(nn.Module):
         assert reach == UNLIMITED, "only relative positions have a reach"
         return x_BTD + positions(x_BTD.shape[1]).to(x_BTD.dtype), None
 
-    def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Mixed:
         x_BTD = copy_to_shards(x_BTD, self.axis)
+        return Mixed(self.out(self.mixture(x_BTD, cached_BCD, pos, noise)))
+
+    def mixture(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Tensor:
+        """Return what this rank's heads give the output projection, [B, T, H x E]."""
         placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
         queries = self._heads(self.query(placed_BTD))
         # The memory is projected apart from the segment: no gradient has to flow back to it.
@@ -73,8 +93,7 @@ class Attention(nn.Module):
         values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
         dropout = self.dropout if noise is not None else 0.0
         mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
-        out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
-        return out
+        return mixed_BHTE.transpose(1, 2).flatten(2)
 
     def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
         """Return the segment and the memory with the positions that the projections of queries and keys see."""

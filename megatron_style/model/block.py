@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS, Places
+from megatron_style.model.attention import ATTENTIONS, Places, Side
+from megatron_style.model.routing import attention_of
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
@@ -14,11 +17,19 @@ from megatron_style.parallel.sharding import uniform
 from megatron_style.parallel.topology import Axis
 
 
+class Attended(NamedTuple):
+    """The result of an attention sublayer."""
+
+    x: Tensor
+    seen: Tensor  # its attention input, which becomes the next segment's memory
+    side: Side | None  # of a routing layer
+
+
 class Block(nn.Module):
     ATTENTION = ("attention_norm", "attention")  # the modules of each sublayer
     FEED_FORWARD = ("ffn_norm", "up", "down")
 
-    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+    def __init__(self, config: ModelConfig, axis: Axis, layer: int) -> None:
         super().__init__()
         D = config.hidden_size
         ffn = config.ffn_size
@@ -26,17 +37,17 @@ class Block(nn.Module):
         self.rates = config.dropout
         self.norm_before = config.norm == "before"
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
-        self.attention = ATTENTIONS[config.positions](config, axis)
+        kind = attention_of(config, layer) if config.routing else ATTENTIONS[config.positions]
+        self.attention = kind(config, axis)
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Return the sublayer's output, and its attention input, which becomes the next segment's memory."""
+    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> Attended:
         seen = self.attention_norm(x) if self.norm_before else x
         mixed = self.attention(seen, cached, pos, noise)
-        x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
-        return x if self.norm_before else self.attention_norm(x), seen
+        x = x + replicated_dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
+        return Attended(x if self.norm_before else self.attention_norm(x), seen, mixed.side)
 
     def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""

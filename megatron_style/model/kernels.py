@@ -53,6 +53,46 @@ def attend_with_distances(
     return F.scaled_dot_product_attention(content_BHTE, keys_BHSE, values_BHSE, attn_mask=bias_BHTS, dropout_p=dropout)
 
 
+def attend_in_blocks(
+    q_BHTE: Tensor,
+    k_BHTE: Tensor,
+    v_BHTE: Tensor,
+    *,
+    block: int,
+    window: int | None = None,
+    member: Tensor | None = None,
+    dropout: float,
+) -> Tensor:
+    """Attend from each token to its block of tokens up to itself and to the block before: to all of them, or to
+    `window` of them, itself included, and to those that have its `member` number [B, H, T]. At most T x 2 blocks of
+    scores are computed."""
+    T = q_BHTE.shape[2]
+    if T <= block and member is None:
+        return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True, dropout_p=dropout)
+    block = min(block, T)
+    if member is None:
+        member = q_BHTE.new_zeros(1, 1, T, dtype=torch.long)
+    queries = _blocks(q_BHTE, block)
+    keys = _with_block_before(_blocks(k_BHTE, block))
+    values = _with_block_before(_blocks(v_BHTE, block))
+    own = _blocks(member[..., None] + 1, block)  # padding has number 0
+    seen = _with_block_before(own)
+    visible = (own == seen.transpose(2, 3)) & causal_mask(block, seen.shape[2], q_BHTE.device, window=window)
+    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, dropout_p=dropout)
+    return mixed.flatten(1, 2)[:, :T].unflatten(0, q_BHTE.shape[:2])
+
+
+def _blocks(x_BHTE: Tensor, block: int) -> Tensor:
+    """Return the tokens in blocks [B x H, blocks, tokens of a block, E], the last one padded with zeros."""
+    padded = F.pad(x_BHTE, (0, 0, 0, -x_BHTE.shape[2] % block))
+    return padded.flatten(0, 1).unflatten(1, (-1, block))
+
+
+def _with_block_before(x: Tensor) -> Tensor:
+    """Return each block after the one before it, which is zeros for the first of several."""
+    return x if x.shape[1] == 1 else torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], dim=2)
+
+
 def _by_key(scores: Tensor) -> Tensor:
     """Return scores by key instead of by distance S-1 to 0. The last query finds them in order; each earlier one finds
     its own one column further to the right, and the last columns hold nothing that it may see. With one column more,

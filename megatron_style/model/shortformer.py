@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS, Distances, Places
+from megatron_style.model.attention import ATTENTIONS, Distances, Places, Side
 from megatron_style.model.block import Block
 from megatron_style.model.memory import UNLIMITED, Memory, Reach
+from megatron_style.model.routing import CLUSTER_LOSS, RoutedAttention
 from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
+from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.randomness import Noise, replicated_dropout
 from megatron_style.parallel.topology import Axis
 
@@ -30,6 +32,7 @@ class Output(NamedTuple):
     auxiliary: Mapping[str, Tensor]  # further losses by name, each a scalar; training adds them up
     likeliest: Tensor | None  # next token of each row, if asked for
     key: Tensor | None  # of each token in a kNN-LM datastore, if asked for
+    tally: Tensor | None  # of a routing model, for `move_centroids`: [routing layers, heads, clusters, head size + 1]
 
 
 class Features(NamedTuple):
@@ -38,6 +41,16 @@ class Features(NamedTuple):
     x: Tensor  # output of the last block, [B, T, D]; there is no final norm
     memory: Memory  # for the next segment of these rows
     key: Tensor  # input of the last feed-forward sublayer, after its norm: the key of a kNN-LM datastore
+
+
+class Passed(NamedTuple):
+    """The result of a unit: its output, the inputs of its attention and of its feed-forward sublayer, and what the
+    clusters of a routing layer give."""
+
+    x: Tensor
+    seen: Tensor | None
+    fed: Tensor | None
+    side: Side | None
 
 
 class Shortformer(nn.Module):
@@ -50,8 +63,9 @@ class Shortformer(nn.Module):
         self.vocab_size = vocab_size
         self.recompute = recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
+        self.axis = axis
         self.positions = ATTENTIONS[config.positions].positions(config.hidden_size)
-        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config, axis) for _ in range(config.layers)))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config, axis, i) for i in range(config.layers)))
 
     def empty_memory(self, rows: int, capacity: int, reach: Reach = UNLIMITED) -> Memory:
         return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
@@ -71,27 +85,50 @@ class Shortformer(nn.Module):
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
         it nothing is dropped. `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
         methods of their own, because ZeRO 3 gathers the weights only inside `forward`."""
-        x_BTD, memory, key_BTD = self.features(ids_BT, memory, noise)
+        (x_BTD, memory, key_BTD), sides = self._features(ids_BT, memory, noise)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
         return Output(
-            nll_N.view(targets_BT.shape), memory, auxiliary={}, likeliest=following, key=key_BTD if key else None
+            nll_N.view(targets_BT.shape),
+            memory,
+            auxiliary=self._auxiliary(sides),
+            likeliest=following,
+            key=key_BTD if key else None,
+            tally=torch.stack([side.tally for side in sides]) if sides else None,
         )
 
+    def move_centroids(self, tally: Tensor) -> None:
+        """Move the centroids of a routing model by the tallies of an update, summed over its micro-batches and ranks.
+        Nothing else changes a centroid."""
+        routed = [block.attention.routed for block in self.blocks if isinstance(block.attention, RoutedAttention)]
+        for heads, of_layer in zip(routed, tally, strict=True):
+            heads.move(of_layer)
+
+    def _auxiliary(self, sides: Sequence[Side]) -> dict[str, Tensor]:
+        if not sides:
+            return {}
+        return {CLUSTER_LOSS: reduce_from_shards(torch.stack([side.loss for side in sides]).sum(), self.axis)}
+
     def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
+        return self._features(ids_BT, memory, noise)[0]
+
+    def _features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None) -> tuple[Features, list[Side]]:
         x, pos = self.enter(ids_BT, memory.length, memory.reach)
         x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
         if isinstance(pos, Distances):
             table = replicated_dropout(pos.table_SD, self.config.dropout.hidden, noise and noise.at("distances"))
             pos = pos._replace(table_SD=table)
         all_seen = []
+        sides = []
         for unit in units(self.config):
-            x, seen, fed = self._run(unit, x, memory, pos, noise)
+            x, seen, fed, side = self._run(unit, x, memory, pos, noise)
             if seen is not None:
                 all_seen.append(seen)
+            if side is not None:
+                sides.append(side)
         assert fed is not None, "the last sublayer is a feed-forward one"
-        return Features(x, memory.advance(all_seen), fed)
+        return Features(x, memory.advance(all_seen), fed), sides
 
     def enter(self, ids_BT: Tensor, remembered: int, reach: Reach = UNLIMITED) -> tuple[Tensor, Places]:
         """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
@@ -104,19 +141,19 @@ class Shortformer(nn.Module):
 
     def _run(
         self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the output of the unit, and the inputs of its attention and of its feed-forward sublayer."""
+    ) -> Passed:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._sublayers, unit, x, memory, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
         return self._sublayers(unit, x, memory, pos, noise)
 
     def _sublayers(
         self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Passed:
         seen = None
         fed = None
+        side = None
         if (i := unit.attention) is not None:
-            x, seen = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
+            x, seen, side = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
         if (i := unit.feed_forward) is not None:
             x, fed = self.blocks[i].feed(x, noise and noise.at(i))
-        return x, seen, fed
+        return Passed(x, seen, fed, side)
