@@ -139,16 +139,12 @@ class Shortformer(nn.Module):
         scale: float = self.config.hidden_size**0.5
         return self.vocabulary.embed(ids_BT) * scale
 
-    def _run(
-        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
-    ) -> Passed:
+    def _run(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> Passed:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._sublayers, unit, x, memory, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
         return self._sublayers(unit, x, memory, pos, noise)
 
-    def _sublayers(
-        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None
-    ) -> Passed:
+    def _sublayers(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> Passed:
         seen = None
         fed = None
         side = None
