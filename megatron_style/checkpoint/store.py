@@ -2,8 +2,8 @@
 
 `checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank,
 `centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written under another name, flushed to
-disk, given its manifest, and renamed when all ranks are done; `latest` is updated last. A kill at any moment thus leaves
-the earlier checkpoints as they were.
+disk, given its manifest, and renamed when all ranks are done; `latest` is updated last. A kill at any moment thus
+leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def attend_in_blocks(
     `window` of them, itself included, and to those that have its `member` number [B, H, T]. At most T x 2 blocks of
     scores are computed."""
     T = q_BHTE.shape[2]
-    if T <= block and member is None:
+    if block >= T and member is None:
         return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True, dropout_p=dropout)
     block = min(block, T)
     if member is None:
@@ -79,13 +79,14 @@ def attend_in_blocks(
     seen = _with_block_before(own)
     visible = (own == seen.transpose(2, 3)) & causal_mask(block, seen.shape[2], q_BHTE.device, window=window)
     mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, dropout_p=dropout)
-    return mixed.flatten(1, 2)[:, :T].unflatten(0, q_BHTE.shape[:2])
+    return mixed.flatten(1, 2)[:, :T].reshape(q_BHTE.shape)
 
 
 def _blocks(x_BHTE: Tensor, block: int) -> Tensor:
     """Return the tokens in blocks [B x H, blocks, tokens of a block, E], the last one padded with zeros."""
-    padded = F.pad(x_BHTE, (0, 0, 0, -x_BHTE.shape[2] % block))
-    return padded.flatten(0, 1).unflatten(1, (-1, block))
+    B, H, T, E = x_BHTE.shape
+    padded = F.pad(x_BHTE, (0, 0, 0, -T % block)) if T % block else x_BHTE
+    return padded.reshape(B * H, -(-T // block), block, E)
 
 
 def _with_block_before(x: Tensor) -> Tensor:

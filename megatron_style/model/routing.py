@@ -8,7 +8,6 @@ Shape letters: B rows, H local heads, T segment tokens, K clusters, W window, E 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +64,7 @@ def top_places(scores_BHTK: Tensor, window: int) -> Tensor:
 
 def gathered(x_BHTE: Tensor, places_BHKW: Tensor) -> Tensor:
     """Return the vectors at these places [B, H, K, W, E]."""
-    return _taken(x_BHTE, places_BHKW.flatten(2)).unflatten(2, places_BHKW.shape[2:])
+    return _taken(x_BHTE, places_BHKW.flatten(2)).view(*places_BHKW.shape, x_BHTE.shape[-1])
 
 
 def scattered(x_BHKWE: Tensor, places_BHKW: Tensor, tokens: int) -> Tensor:
@@ -121,7 +120,7 @@ def _balanced_attention(x: Tensor, v: Tensor, means: Tensor, member: Tensor, win
     queries = gathered(x, places).flatten(0, 1)
     values = gathered(v, places).flatten(0, 1)
     mixed = F.scaled_dot_product_attention(queries, queries, values, is_causal=True, scale=1.0, dropout_p=dropout)
-    return scattered(mixed.unflatten(0, x.shape[:2]), places, x.shape[2])
+    return scattered(mixed.view(*places.shape, x.shape[-1]), places, x.shape[2])
 
 
 ASSIGNMENTS: Mapping[Assignment, Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]] = {
@@ -176,7 +175,7 @@ class RoutingHeads(nn.Module):
         self.counts.copy_(counts)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, self.head_size)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)
 
 
 def _normed_normal(weight: Tensor, generator: torch.Generator) -> object:
@@ -185,8 +184,6 @@ def _normed_normal(weight: Tensor, generator: torch.Generator) -> object:
 
 class LocalAttention(Attention):
     """Attention in blocks of `routing.local` tokens: each token sees its block up to itself, and the block before."""
-
-    has_biases: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, axis: Axis, heads: int | None = None) -> None:
         super().__init__(config, axis, heads)

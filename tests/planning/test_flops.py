@@ -42,6 +42,11 @@ def model_config(**changes: Any) -> ModelConfig:
     return ModelConfig.parse(sizes | changes, source="model")
 
 
+def routing_config(**changes: Any) -> ModelConfig:
+    routing = {"heads": 3, "clusters": 5, "window": 8, "local": 4}
+    return model_config(cache=False, positions="added", routing=routing | changes)
+
+
 def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length: int) -> float:
     model = Shortformer(config, VOCAB_SIZE)
     initialise(model, 1, Axis())
@@ -65,6 +70,10 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
         (model_config(positions="relative", norm="after"), 16, 8),
         (model_config(positions="relative", vocabulary=ADAPTIVE | {"biases": True, "projections": "both"}), 16, 16),
         (model_config(positions="relative", vocabulary=ADAPTIVE | {"factor": 1, "projections": "none"}), 8, 24),
+        (routing_config(), 16, 0),
+        (routing_config(window=5, local=7), 16, 0),
+        (routing_config(window=30, local=16), 16, 0),
+        (routing_config(first_layer=1), 48, 0),
     ],
 )
 def test_equal_to_torchs_counter(config: ModelConfig, segment_length: int, cache_length: int) -> None:

@@ -22,6 +22,9 @@ VOCAB_SIZE, TOKENS = 2000, 1024
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [1200, 1700], "factor": 4}
 DROPOUT = {"hidden": 0.3, "attention": 0.1, "activation": 0.1, "softmax": 0.2}
 
+CLUSTERS = {"heads": 2, "clusters": 4, "window": 16, "local": 16}
+ROUTED: dict[str, Any] = {"cache": False, "positions": "added", "routing": CLUSTERS}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -75,6 +78,12 @@ MORE_CASES = {
     "relative, norm after, tensor parallel": Case(tensor=2, model={"positions": "relative", "norm": "after"}),
     "relative, dropout": Case(zero=1, model={"positions": "relative", "dropout": DROPOUT}),
     "relative, recompute": Case(zero=1, recompute=True, model={"positions": "relative", "layers": 6}),
+    "routing": Case(zero=1, model=ROUTED),
+    "routing, tensor parallel, recompute": Case(tensor=2, recompute=True, model=ROUTED | {"layers": 6}),
+    "routing, dropout": Case(zero=1, model=ROUTED | {"dropout": DROPOUT}),
+    "routing from the third layer on": Case(
+        zero=1, segment_length=256, model=ROUTED | {"routing": CLUSTERS | {"first_layer": 2}}
+    ),
     "projections both": Case(zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "projections": "both"}}),
     "projections none": Case(
         zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "factor": 1, "projections": "none"}}

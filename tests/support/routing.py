@@ -124,4 +124,4 @@ class Release:
 
 
 def _heads(x: Tensor) -> Tensor:
-    return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+    return x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
