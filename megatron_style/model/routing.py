@@ -46,13 +46,14 @@ def attend_to_members(x_BHTE: Tensor, v_BHTE: Tensor, member_BHT: Tensor, window
     """Attend from each token to the last `window` members of its cluster up to itself. Sorted by cluster, these are
     neighbours; the sort is stable, so that the members of a cluster stay in the order of the text."""
     order_BHT = member_BHT.argsort(dim=-1, stable=True)
-    x_sorted = _taken(x_BHTE, order_BHT)
-    v_sorted = _taken(v_BHTE, order_BHT)
+    rank_BHT = order_BHT.argsort(dim=-1)
+    x_sorted = _put(x_BHTE, rank_BHT)
+    v_sorted = _put(v_BHTE, rank_BHT)
     member_sorted = member_BHT.gather(2, order_BHT)
     mixed = attend_in_blocks(
         x_sorted, x_sorted, v_sorted, block=window, window=window, member=member_sorted, dropout=dropout
     )
-    return _taken(mixed, order_BHT.argsort(dim=-1))
+    return _put(mixed, order_BHT)
 
 
 def top_places(scores_BHTK: Tensor, window: int) -> Tensor:
@@ -64,7 +65,8 @@ def top_places(scores_BHTK: Tensor, window: int) -> Tensor:
 
 def gathered(x_BHTE: Tensor, places_BHKW: Tensor) -> Tensor:
     """Return the vectors at these places [B, H, K, W, E]."""
-    return _taken(x_BHTE, places_BHKW.flatten(2)).view(*places_BHKW.shape, x_BHTE.shape[-1])
+    index = places_BHKW.flatten(2)[..., None]
+    return x_BHTE.gather(2, index.expand(-1, -1, -1, x_BHTE.shape[-1])).view(*places_BHKW.shape, -1)
 
 
 def scattered(x_BHKWE: Tensor, places_BHKW: Tensor, tokens: int) -> Tensor:
@@ -104,8 +106,10 @@ def moved(means: Tensor, counts: Tensor, tally: Tensor, decay: float) -> tuple[T
     return normed(means.lerp(average, share)), total
 
 
-def _taken(x_BHTE: Tensor, index_BHN: Tensor) -> Tensor:
-    return x_BHTE.gather(2, index_BHN[..., None].expand(*index_BHN.shape, x_BHTE.shape[-1]))
+def _put(x_BHTE: Tensor, places_BHT: Tensor) -> Tensor:
+    """Return the vectors in another order: that of token t at `places[t]`. For its gradient, a gather would keep the
+    vectors too, and on a GPU add them up in any order."""
+    return torch.empty_like(x_BHTE).scatter(2, places_BHT[..., None].expand_as(x_BHTE), x_BHTE)
 
 
 def _nearest_attention(x: Tensor, v: Tensor, means: Tensor, member: Tensor, window: int, dropout: float) -> Tensor:

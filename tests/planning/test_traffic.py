@@ -32,6 +32,11 @@ pytestmark = pytest.mark.slow
 
 RANKS, MICROS, HIDDEN = 2, 2, 32
 LARGE = 10_000  # bytes: more than a norm or a loss
+ROUTED = {
+    "cache": False,
+    "positions": "added",
+    "routing": {"heads": 2, "clusters": 12, "window": 4, "local": 4},
+}
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [10, 20], "factor": 2}
 
 
@@ -43,6 +48,7 @@ class Case:
     half: bool = False  # with gradients that add up in float32
     overlaps: bool = False
     vocabulary: dict[str, Any] = field(default_factory=lambda: {"kind": "tied"})
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def sent_and_planned(case: Case, folder: Path) -> tuple[Sent, Traffic]:
         stages=[{"segment_length": 16, "steps": 4}],
         tokens_per_batch=256,
         micro_rows=256 // 16 // MICROS,
-        model={"hidden_size": HIDDEN, "vocabulary": case.vocabulary},
+        model={"hidden_size": HIDDEN, "vocabulary": case.vocabulary} | case.model,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
         parallel={"tensor": case.tensor, "recompute": case.recompute},
         deepspeed=str(write_ds_config(folder, zero_optimization=zero, **half)),
@@ -123,6 +129,8 @@ def sweep(case: Case) -> Any:
         sweep(Case(zero=1, half=True)),
         sweep(Case(zero=2, half=True)),
         sweep(Case(zero=3, half=True)),
+        sweep(Case(zero=1, model=ROUTED)),
+        sweep(Case(tensor=2, model=ROUTED)),
     ],
     ids=str,
 )
@@ -140,6 +148,8 @@ def test_traffic_is_what_is_sent(case: Case, tmp_path: Path) -> None:
         sweep(Case(tensor=2, recompute=True, vocabulary=ADAPTIVE)),
         sweep(Case(tensor=2, vocabulary={"kind": "untied"})),
         sweep(Case(zero=1, tensor=2, vocabulary=ADAPTIVE)),
+        sweep(Case(tensor=2, model=ROUTED)),
+        sweep(Case(tensor=2, recompute=True, model=ROUTED)),
     ],
     ids=str,
 )
