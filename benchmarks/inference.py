@@ -103,7 +103,8 @@ def window_anew(model: Shortformer, length: int) -> Work:
 
 def weights_once(model: Shortformer) -> Work:
     """Return work that multiplies a vector with each weight that a frequent token needs: blocks and first band."""
-    weights = [param for param in model.blocks.parameters() if param.dim() == 2]
+    blocks = itertools.chain.from_iterable(block.parameters() for block in model.blocks)
+    weights = [param for param in blocks if param.dim() == 2]
     weights.append(cast(AdaptiveVocabulary, model.vocabulary).bands[0].table.weight)
     vectors = [torch.randn(weight.shape[1]) for weight in weights]
 

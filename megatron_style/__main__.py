@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "supervise": "train, and resume after a rank or a host dies",
         "evaluate": "score held-out text by a named protocol",
         "generate": "continue text with a model",
+        "neighbours": "make a kNN-LM datastore of a text",
         "convert": "convert a model to another format, with proof",
         "report": "make an HTML page about one or several runs",
         "plan": "estimate memory, communication and time of a run",

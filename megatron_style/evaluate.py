@@ -26,6 +26,13 @@ from megatron_style.base.command import (
 from megatron_style.base.errors import UserError
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import open_store
+from megatron_style.datastore.arguments import (
+    add_continuous_flags,
+    add_neighbour_flags,
+    continuous_cache,
+    open_retrieval,
+)
+from megatron_style.datastore.retrieval import TextMixture
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import NO_LAUNCHER, accelerator, find_launcher
 from megatron_style.inference.by_position import draw_by_position, stretches
@@ -41,12 +48,14 @@ def main() -> None:
     source = open_model(args.model)
     store = open_store(args.data)
     check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
-    request = Request(**{field.name: getattr(args, field.name) for field in fields(Request)})
-    protocol = make_protocol(request, source.config, tokens=len(store), where=str(args.model))
+    protocol = make_protocol(request_of(args), source.config, tokens=len(store), where=str(args.model))
     store.check_ids(source.config.vocab_size)
-    with process_grid(args.tensor) as topology:
+    continuous = continuous_cache(args)
+    retrieval = open_retrieval(args, source.digest, source.config.vocab_size)
+    with process_grid(args.tensor, "evaluate") as topology:
         model = source.load(DTYPES[args.dtype], topology.tensor).to(accelerator())
-        measured = measure(model, store.tokens, protocol, eos=source.config.eos, topology=topology)
+        mixture = TextMixture(store.tokens, model, retrieval, continuous) if retrieval or continuous else None
+        measured = measure(model, store.tokens, protocol, eos=source.config.eos, topology=topology, mixture=mixture)
         if topology.is_first:
             if args.nll:
                 measured.save_nll(args.nll)
@@ -56,16 +65,35 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "evaluate",
-        "Measure the perplexity of a token store under a model. Under a launcher its processes share the work; "
-        "their number does not change the result.",
+        "Measure the perplexity of a token store under a model, alone and with a kNN-LM or a continuous cache. Under a "
+        "launcher its processes share the work; their number does not change the result.",
         "python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached\n"
         "  deepspeed --num_gpus 8 --module megatron_style.evaluate runs/mine --data data/mine/test --mode sliding "
-        "--stride 64",
+        "--stride 64\n"
+        "  python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached --neighbours "
+        "stores/sotu --k 64",
     )
     add = parser.add_argument
     add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
     add("--data", type=Path, required=True, metavar="PREFIX", help="a token store: PREFIX.bin and PREFIX.idx")
     add("--mode", choices=list(MODES), required=True)
+    add_protocol_flags(parser, lanes="1, the exact walk")
+    add("--dtype", choices=list(DTYPES), default="float32")
+    add("--nll", type=output_file, metavar="OUT.npz", help="write `tokens` and `nll` (nats) in stream order")
+    add(
+        "--by-position", type=output_file, nargs="?", const=Path("loss_by_position.png"), metavar="OUT.png",
+        help="report the mean loss by position in the segment, as a table and a picture; default: loss_by_position.png",
+    )  # fmt: skip
+    add_neighbour_flags(parser, "--temperature")
+    add_continuous_flags(parser)
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
+    add_json_flag(parser)
+    return parser.parse_args()
+
+
+def add_protocol_flags(parser: argparse.ArgumentParser, *, lanes: str) -> None:
+    """Add the flags of a walk through a text, except its mode. `lanes` is the default that is shown."""
+    add = parser.add_argument
     add("--segment-length", type=positive_int, metavar="L", help="default: the length last trained with")
     add("--stride", type=positive_int, metavar="S", help="sliding only: tokens of a window that count")
     add(
@@ -76,7 +104,7 @@ def parse_args() -> argparse.Namespace:
     add(
         "--lanes", type=positive_int, metavar="N",
         help="cached and token-by-token only: cut the walk into N lanes that several processes can share, each warmed "
-        "by the segment before it; default: 1, the exact walk",
+        f"by the segment before it; default: {lanes}",
     )  # fmt: skip
     add(
         "--same-length", action="store_true", default=None,
@@ -87,19 +115,14 @@ def parse_args() -> argparse.Namespace:
         help="relative positions only: longer distances count as N",
     )  # fmt: skip
     add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
-    add("--dtype", choices=list(DTYPES), default="float32")
-    add("--nll", type=output_file, metavar="OUT.npz", help="write `tokens` and `nll` (nats) in stream order")
-    add(
-        "--by-position", type=output_file, nargs="?", const=Path("loss_by_position.png"), metavar="OUT.png",
-        help="report the mean loss by position in the segment, as a table and a picture; default: loss_by_position.png",
-    )  # fmt: skip
-    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
-    add_json_flag(parser)
-    return parser.parse_args()
+
+
+def request_of(args: argparse.Namespace) -> Request:
+    return Request(**{field.name: getattr(args, field.name) for field in fields(Request)})
 
 
 @contextmanager
-def process_grid(tensor: int) -> Iterator[Topology]:
+def process_grid(tensor: int, command: str) -> Iterator[Topology]:
     """Join the launcher's process grid; without a launcher there is one process."""
     if find_launcher() is not NO_LAUNCHER:
         from megatron_style.engine.session import distributed_session  # DeepSpeed takes seconds to import
@@ -111,7 +134,7 @@ def process_grid(tensor: int) -> Iterator[Topology]:
     else:
         raise UserError(
             f"--tensor {tensor} needs that many processes; start it with a launcher, as in "
-            f"`deepspeed --num_gpus {tensor} --module megatron_style.evaluate ...`"
+            f"`deepspeed --num_gpus {tensor} --module megatron_style.{command} ...`"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, run_command, say, show
 from megatron_style.base.errors import UserError
+from megatron_style.datastore.arguments import add_neighbour_flags, open_retrieval
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
 from megatron_style.inference.next_token import by_model
@@ -27,8 +28,10 @@ def main() -> None:
     source = open_model(args.model)
     tokenizer = check_tokenizer(source.tokenizer(), source.config.vocab_size, source.path)
     note_unknown_words(prompts, tokenizer)
+    retrieval = open_retrieval(args, source.digest, source.config.vocab_size)
     model = source.load().to(accelerator())
-    writer = Writer(options_of(args), source.config, tokenizer, model, by_model(model))
+    predict = retrieval.predict_with(model) if retrieval else by_model(model)
+    writer = Writer(options_of(args), source.config, tokenizer, model, predict)
     if args.interactive:
         writer.converse()
         return
@@ -57,7 +60,8 @@ def parse_args() -> argparse.Namespace:
     parser = command_parser(
         "generate",
         "Continue text with a model, by sampling or beam search.",
-        'python -m megatron_style.generate runs/quickstart/model --prompt "The state of the Union" --tokens 100',
+        'python -m megatron_style.generate runs/quickstart/model --prompt "The state of the Union" --tokens 100\n'
+        '  python -m megatron_style.generate runs/quickstart/model --prompt "The" --neighbours stores/sotu --k 64',
     )
     add = parser.add_argument
     add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
@@ -73,6 +77,7 @@ def parse_args() -> argparse.Namespace:
     add("--beams", type=positive_int, metavar="N", help="beam search with N beams instead of sampling")
     add("--seed", type=int, default=1, metavar="N")
     add("--batch-rows", type=positive_int, default=16, metavar="N", help="prompts per batch (16)")
+    add_neighbour_flags(parser)
     add_json_flag(parser)
     return parser.parse_args()
 

@@ -47,7 +47,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
     signals = signals or StopSignals(react=leave_early)
     with (
         distributed_session(tensor=run.parallel.tensor) as topology,
-        guard_run(run.output.path, signals) as (heartbeat, terminal),
+        guard_run(run.output.path, signals, timeout=run.output.heartbeat_timeout) as (heartbeat, terminal),
     ):
         corpus = open_corpus(run.data, check_ids=topology.is_first)
         run.model.check_vocabulary(corpus.vocab_size)

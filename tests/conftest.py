@@ -1,6 +1,7 @@
 """Shared set-up: one thread per process, so that ranks do not compete for cores, and no time limit per example, because
 a busy machine would exceed it."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from hypothesis import settings
 torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else each collection of garbage, in each forked rank too, visits all that the tests have imported
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -25,13 +26,15 @@ _ADDRESS = "127.0.0.1"
 
 @contextmanager
 def distributed_session(*, tensor: int) -> Iterator[Topology]:
+    gc.freeze()  # DeepSpeed collects garbage at every start; it need not visit what is imported, which takes seconds
     deepspeed.utils.logger.setLevel("WARNING")
     for handler in deepspeed.utils.logger.handlers:
         if type(handler) is logging.StreamHandler:  # DeepSpeed's own, not an instance of a subclass added by others
             handler.setStream(sys.stderr)  # standard output is for results
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's own calls
-    # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed's shared-memory collectives ignore process groups, need a compiler and leak shared memory. Nothing else
+    # reads this table, which DeepSpeed would fill by running compilers.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     joined_here = not dist.is_initialized()
     if joined_here:
         _join()

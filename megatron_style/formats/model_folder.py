@@ -107,10 +107,11 @@ def check_place(output: Path, known: frozenset[str] = FILES) -> None:
 
 
 def write_weights(path: Path, source: ModelSource, rename: Callable[[str], str] = str) -> None:
-    """Write all weights in float32."""
+    """Write all weights in float32, or in float64 if they come so."""
     tensors = tensors_of(source.config)
-    wanted = [Entry(rename(name), layout.shape, "F32") for name, layout in tensors.items()]
-    write_tensors(path, wanted, (source.weight(name).float() for name in tensors))
+    dtype = torch.float64 if source.weight(next(iter(tensors))).dtype == torch.float64 else torch.float32
+    wanted = [Entry(rename(name), layout.shape, _DTYPES[dtype]) for name, layout in tensors.items()]
+    write_tensors(path, wanted, (source.weight(name).to(dtype) for name in tensors))
 
 
 def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], dict[str, Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,20 @@ class NextToken:
         tail = self._tails[index - len(self._words)]
         return tail.first + pick(tail.inside().cpu().exp(), rest)[0]
 
+    def mixed(self, ids: Tensor, log_probs: Tensor, weight: float) -> NextToken:
+        """Return the mixture with a distribution over a few ids, which has the probability `weight`; without ids, this
+        distribution. A tail stays closed, whether it holds some of the ids or not."""
+        (possible,) = torch.where(log_probs > -torch.inf)
+        if not len(possible):
+            return self
+        starts = torch.tensor([0, *(tail.first for tail in self._tails)])
+        band = torch.searchsorted(starts, ids, right=True) - 1
+        held = [possible[band[possible] == number] for number in range(len(starts))]
+        few = [(ids[index] - start, log_probs[index]) for start, index in zip(starts, held, strict=True)]
+        words = _mix(self._words, *few[0], weight).to(self._words.dtype)
+        tails = [_mix_tail(tail, *part, weight) for tail, part in zip(self._tails, few[1:], strict=True)]
+        return NextToken(words, tails)
+
     def _ahead(self, enough: Callable[[Tensor], bool]) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and ids, by id, of the tokens that are likelier than any in a closed band. The
         likeliest closed band is opened until they are enough, or none is closed."""
@@ -81,6 +96,30 @@ Predict = Callable[[Reading], Sequence[NextToken]]  # gives one distribution per
 def by_model(model: Shortformer) -> Predict:
     """Return the prediction of the model alone."""
     return lambda reading: next_tokens(model.vocabulary, reading.x)
+
+
+def _mix(log_probs: Tensor, index: Tensor, others: Tensor, weight: float) -> Tensor:
+    """Return log((1 - weight) p + weight q) in float64, for q that is zero except at some indices."""
+    mixed = _log(1 - weight) + log_probs.double()
+    mixed[index] = torch.logaddexp(mixed[index], _log(weight) + others)
+    return mixed
+
+
+def _mix_tail(tail: Tail, index: Tensor, others: Tensor, weight: float) -> Tail:
+    if not len(index):
+        return Tail(tail.first, _log(1 - weight) + tail.log_prob, tail.inside)
+    first = torch.zeros(1, dtype=torch.long)
+    band = float(_mix(torch.tensor([tail.log_prob]), first, others.logsumexp(0, keepdim=True), weight))
+
+    def inside() -> Tensor:
+        given = tail.inside().cpu()
+        return (_mix(tail.log_prob + given.double(), index, others, weight) - band).to(given.dtype)
+
+    return Tail(tail.first, band, inside)
+
+
+def _log(probability: float) -> float:
+    return math.log(probability) if probability else -math.inf
 
 
 def pick(probs: Tensor, u: float) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.attention import ATTENTIONS, Places, Side
-from megatron_style.model.routing import attention_of
+from megatron_style.model.routing import routing_attention
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.rates = config.dropout
         self.norm_before = config.norm == "before"
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
-        kind = attention_of(config, layer) if config.routing else ATTENTIONS[config.positions]
+        kind = routing_attention(config, layer) if config.routing else ATTENTIONS[config.positions]
         self.attention = kind(config, axis)
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))

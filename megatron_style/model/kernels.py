@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -29,7 +28,7 @@ def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, 
     if on_cpu and dropout == 0:
         return _Parts.apply(q_BHTE, *cached, *inside)  # type: ignore[no-untyped-call, no-any-return]
     keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
-    mask = causal_mask(T, C + T, q_BHTE.device) if on_cpu else causal_lower_right(T, C + T)
+    mask = causal_mask(T, C + T, q_BHTE.device) if on_cpu else _fused_mask(T, C + T)
     return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=mask, dropout_p=dropout)
 
 
@@ -107,6 +106,13 @@ def causal_mask(T: int, S: int, device: torch.device, window: int | None = None)
     `window` tokens in all."""
     visible = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     return visible if window is None else visible.triu(S - T - window + 1)
+
+
+def _fused_mask(T: int, S: int) -> Tensor:
+    """Return the same mask in the form that fused kernels know."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
+
+    return causal_lower_right(T, S)
 
 
 class _Parts(torch.autograd.Function):

@@ -216,7 +216,7 @@ class RoutedAttention(LocalAttention):
         return Mixed(self.out(local, routed.x), routed.side)
 
 
-def attention_of(config: ModelConfig, layer: int) -> type[LocalAttention]:
+def routing_attention(config: ModelConfig, layer: int) -> type[LocalAttention]:
     """Return the kind of a layer's attention in a model with routing."""
     assert config.routing is not None
     return LocalAttention if layer < config.routing.first_layer else RoutedAttention

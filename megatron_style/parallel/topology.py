@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +24,14 @@ class Axis:
         if self.size > 1:
             dist.all_reduce(total, group=self.group)
         return total
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """Return the values of all ranks, which must have one shape, in rank order."""
+        if self.size == 1:
+            return [value]
+        values = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(values, value.contiguous(), group=self.group)
+        return values
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ class Attention:
         return projections + 2 * attended * D
 
     @property
-    def skips_masked(self) -> bool:
-        """True if the kernel does not compute what is masked."""
+    def is_fused(self) -> bool:
+        """True if the kernel keeps no scores, and does not compute those that are masked."""
         return self.batch.setup.kernels.fused_attention
 
     @property
@@ -144,7 +144,7 @@ class Attention:
         queries = batch.tokens * batch.model.heads / batch.setup.tensor
         inputs = (batch.tokens + 2 * batch.keys) * D
         mixed = batch.tokens * D * batch.element_bytes
-        if batch.setup.kernels.fused_attention:
+        if self.is_fused:
             return inputs * batch.element_bytes + mixed + queries * _FLOAT  # one sum per query
         # torch's plain kernel computes in full precision.
         dropped = _FLOAT + batch.mask_bytes(_FLOAT) if batch.model.dropout.attention else 0
@@ -176,7 +176,7 @@ class RelativeAttention(Attention):
         return super().products(causal_once=causal_once) + attended * D + projected
 
     @property
-    def skips_masked(self) -> bool:
+    def is_fused(self) -> bool:
         return False
 
     @property
@@ -188,13 +188,11 @@ class RelativeAttention(Attention):
 
     @property
     def _kept_by_kernel(self) -> float:
-        """Return in addition the queries that distances are scored with, the projected distances and, where the kernel
-        does not hold the matrix of scores anyway, their bias."""
+        """Return in addition the queries that distances are scored with, and the projected distances."""
         batch = self.batch
         S = batch.stage.segment_length + batch.stage.cache_length
         vectors = (batch.tokens + S) * batch.model.hidden_size / batch.setup.tensor
-        bias = batch.tokens * S * batch.model.heads / batch.setup.tensor if batch.setup.kernels.fused_attention else 0
-        return super()._kept_by_kernel + (vectors + bias) * batch.element_bytes
+        return super()._kept_by_kernel + vectors * batch.element_bytes
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ class RoutedAttention(Attention):
         return D * (4 * local + 3 * routed) + clusters + attended
 
     @property
-    def skips_masked(self) -> bool:
+    def is_fused(self) -> bool:
         return False
 
     @property

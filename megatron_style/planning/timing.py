@@ -75,7 +75,7 @@ def flops_of_token(setup: Setup, stage: Stage, *, causal_once: bool = True) -> f
 def executed_flops(setup: Setup, stage: Stage) -> float:
     """Return the FLOPs that one rank executes in a step. Fused kernels skip masked tokens, with a cache too; kernels
     that hold the matrix of tokens x tokens skip nothing. Recompute adds a second forward pass, a third of the rest."""
-    each = flops_of_token(setup, stage, causal_once=parts_of(setup, stage).attention.skips_masked)
+    each = flops_of_token(setup, stage, causal_once=parts_of(setup, stage).attention.is_fused)
     again = 4 / 3 if setup.recompute else 1
     return again * each * stage.rows * stage.segment_length / setup.tensor
 

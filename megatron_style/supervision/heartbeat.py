@@ -1,4 +1,4 @@
-"""Each rank writes a heartbeat every two seconds, and ends itself when another rank is lost.
+"""Each rank writes a heartbeat every few seconds, and ends itself when another rank is lost.
 
 Nothing else notices a rank that hangs or a host that is down: collectives wait for minutes or for ever. Rank 0 watches
 all ranks, the others watch rank 0 and the ranks of their own host, so the number of reads grows with the ranks and not
@@ -30,11 +30,11 @@ from megatron_style.supervision.record import (
     write_record,
 )
 
-BEAT_SECONDS = 2.0
-SILENT_SECONDS = 15.0  # a rank without a heartbeat for longer is lost
-ASLEEP_SECONDS = 6.0  # if two looks are further apart, this process was suspended
+TIMEOUT_SECONDS = 15.0  # a rank without a heartbeat for longer is lost
+BEATS = 7.5  # within the timeout
+ASLEEP_BEATS = 3.0  # if two looks are further apart, this process was suspended
+CAUSE_BEATS = 10.0  # to find out which rank failed first, after a connection was lost
 APPEAR_SECONDS = 60.0  # network disks may show a new file late
-CAUSE_SECONDS = 20.0  # to find out which rank failed first, after a connection was lost
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,11 @@ class LostRank:
 class Watch:
     """Decides which of the other ranks are lost. It does nothing else, so that tests can give it any clock."""
 
-    def __init__(self, launch: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, launch: str, clock: Callable[[], float] = time.monotonic, *, timeout: float = TIMEOUT_SECONDS
+    ) -> None:
         self._launch = launch
+        self._timeout = timeout
         self._clock = clock
         self._last_look = clock()
         self._changed: dict[int, float] = {}
@@ -60,7 +63,7 @@ class Watch:
     def look(self, found: Mapping[int, Seen]) -> list[LostRank]:
         """Return the ranks that are lost, given the records that were just read."""
         at = self._clock()
-        if at - self._last_look > ASLEEP_SECONDS:  # the other ranks may have been suspended, too
+        if at - self._last_look > ASLEEP_BEATS * self._timeout / BEATS:  # the other ranks may have been suspended, too
             self._changed = dict.fromkeys(self._changed, at)
         self._last_look = at
         current = {rank: seen for rank, seen in found.items() if seen.record.launch == self._launch}
@@ -89,7 +92,7 @@ class Watch:
             return f"removed its record at {where}: its input is wrong, or someone removed the folder"
         if record.is_gone:
             return f"was killed; last heard of at {where}"
-        if silent > SILENT_SECONDS:
+        if silent > self._timeout:
             return (
                 f"sent no heartbeat for {silent:.0f} s; the process or its host is presumed dead; "
                 f"last heard of at {where}"
@@ -107,6 +110,7 @@ class Heartbeat:
         rank: int,
         launch: str,
         watches: Iterable[int],
+        timeout: float = TIMEOUT_SECONDS,
         every_beat: Callable[[], str | None] = lambda: None,
         before_leaving: Callable[[int, str], None] = lambda _step, _reason: None,
     ) -> None:
@@ -115,7 +119,8 @@ class Heartbeat:
         self._rank = rank
         self._launch = launch
         self._others = sorted(set(watches) - {rank})
-        self._watch = Watch(launch)
+        self._watch = Watch(launch, timeout=timeout)
+        self._interval = timeout / BEATS
         self._process = this_process()
         self._phase: Phase = "preflight"
         self._follows: Follows = ""
@@ -172,7 +177,7 @@ class Heartbeat:
     def wait_for_cause(self, error: str) -> None:
         """Wait after a lost connection: another rank failed first. The thread reports which, and ends this process."""
         self._fail(error, follows="waiting")
-        self._thread.join(CAUSE_SECONDS)
+        self._thread.join(CAUSE_BEATS * self._interval)
 
     def _fail(self, error: str, *, follows: Follows) -> None:
         self._during = self._during or self._phase
@@ -183,7 +188,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         suspected = False
-        while not self._done.wait(BEAT_SECONDS):
+        while not self._done.wait(self._interval):
             try:
                 self.beat()
                 reason = self._every_beat()

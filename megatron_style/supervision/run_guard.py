@@ -17,7 +17,7 @@ from megatron_style.base.errors import Diverged, Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
 from megatron_style.parallel.collectives import broadcast_json, gather_json
-from megatron_style.supervision.heartbeat import Heartbeat
+from megatron_style.supervision.heartbeat import TIMEOUT_SECONDS, Heartbeat
 from megatron_style.supervision.lock import FolderLock, remove_if_empty
 from megatron_style.supervision.process import this_process
 from megatron_style.supervision.rank_log import rank_log
@@ -28,9 +28,11 @@ _SIGNS_OF_A_LOST_PEER = ("gloo", "NCCL", "Connection closed by peer", "Connectio
 
 
 @contextmanager
-def guard_run(folder: Path, signals: StopSignals) -> Iterator[tuple[Heartbeat, Terminal | None]]:
+def guard_run(
+    folder: Path, signals: StopSignals, *, timeout: float = TIMEOUT_SECONDS
+) -> Iterator[tuple[Heartbeat, Terminal | None]]:
     """Yield the heartbeat of this rank and the terminal that shows its progress, if there is one. When a rank is lost,
-    the others end within 30 seconds, and one of them reports which it was."""
+    the others end within twice the timeout, and one of them reports which it was."""
     launch = _begin(RunFolder(folder))
     try:
         with rank_log(folder, dist.get_rank(), launch.name) as terminal:
@@ -39,6 +41,7 @@ def guard_run(folder: Path, signals: StopSignals) -> Iterator[tuple[Heartbeat, T
                 rank=dist.get_rank(),
                 launch=launch.name,
                 watches=_ranks_to_watch(),
+                timeout=timeout,
                 every_beat=launch.refresh_lock,
                 before_leaving=launch.fails,
             )

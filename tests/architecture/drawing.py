@@ -23,6 +23,7 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "parallel": "base",
         "model": "config parallel",
         "inference": "base config data model parallel schedule",
+        "datastore": "base config inference model parallel",
         "hosts": "base",
         "supervision": "base config hosts parallel",
         "engine": "base config data hosts model parallel schedule",
@@ -33,8 +34,8 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "journal": "base config engine inference parallel planning schedule",
         "reporting": "base config",
         "paper": "base config data model planning reporting schedule",
-        "commands": "base checkpoint config data engine formats hosts inference journal paper parallel planning "
-        "rehearsal reporting schedule supervision",
+        "commands": "base checkpoint config data datastore engine formats hosts inference journal paper parallel "
+        "planning rehearsal reporting schedule supervision",
     }.items()
 }
 TORCH_FREE = frozenset({"base", "config", "schedule", "data", "planning", "reporting", "paper"})
@@ -45,6 +46,7 @@ ONLY_IN: Mapping[str, frozenset[str]] = {
     "pydantic": frozenset({"config"}),
     "mpi4py": frozenset({"data", "hosts"}),
     "transformers": frozenset({"formats"}),
+    "faiss": frozenset({"datastore"}),
 }
 
 

@@ -18,7 +18,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.formats.model_folder import export
 from megatron_style.train import train
-from tests.support.resuming import make_run, on_ranks
+from tests.support.resuming import age_event_files, make_run, on_ranks
 from tests.support.tiny import content
 from tests.support.training import write_corpus
 
@@ -59,6 +59,7 @@ def test_a_kill_in_the_export_leaves_nothing_for_good(tmp_path: Path) -> None:
     left = set()
     for at in range(1, operations + 1, 2):
         with suppress(ProcessExitedException):  # after a kill in the replacement there are fewer operations
+            age_event_files(run)
             run_ranks(1, export_and_die, run, at)
         hidden = {path.name for path in run.output.path.glob(".*")} - {mine.name}
         assert len(hidden) <= 2  # of this kill alone: the new model and the old one

@@ -33,8 +33,8 @@ class Case:
 
     def run(self, folder: Path, name: str) -> RunConfig:
         settings: dict[str, Any] = {"data": self.world, "zero": self.zero, "half": self.precision == "bf16"}
-        output = {"save_every": 1, "keep_last": 3 if self.damaged else 1}
-        return make_run(folder, name, steps=24, dropout=True, output=output, **settings)
+        output = {"save_every": 1, "keep_last": 3 if self.damaged else 1, "heartbeat_timeout": 5.0}
+        return make_run(folder, name, steps=12, dropout=True, output=output, **settings)
 
 
 SUITE = [Case(2, 3, "fp32", damaged=True, kills=2), Case(1, 2, "bf16", damaged=True, kills=3)]

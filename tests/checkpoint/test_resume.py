@@ -57,9 +57,10 @@ DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 def test_a_stopped_run_equals_one_that_was_not(
     folder: Path, zero: int, recompute: bool, optimizer: str, half: bool
 ) -> None:
-    """20 steps = 6 + 7 + 7: in mid-epoch, and across the switch at step 10. TP2 x DP2, dropout on."""
+    """10 steps = 3 + 3 + 4: in mid-epoch, across the switch at step 5, across the epoch's end at step 7. TP2 x DP2 and
+    dropout."""
     settings: dict[str, Any] = {
-        "steps": 20,
+        "steps": 10,
         "tensor": 2,
         "data": 2,
         "zero": zero,
@@ -74,8 +75,8 @@ def test_a_stopped_run_equals_one_that_was_not(
     }
     whole, parts = make_run(folder, "whole", **settings), make_run(folder, "parts", **settings)
     on_ranks(whole, 4)
-    on_ranks(parts, 4, halt_after=6)
-    on_ranks(parts, 4, halt_after=7)
+    on_ranks(parts, 4, halt_after=3)
+    on_ranks(parts, 4, halt_after=3)
     on_ranks(parts, 4)
     expect_bitwise(parts, whole)
 
@@ -104,8 +105,8 @@ SUITE_MOVES = [("TP1DP1", "TP2DP2", 1, "fp32"), ("TP2DP2", "TP1DP1", 3, "fp32"),
     ],
 )
 def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero: int, precision: str) -> None:
-    """Stopped at step 7 of 14, in mid-epoch and right at the switch of stages for one half of the cases."""
-    steps = 14 if zero == 2 else 16
+    """Stopped at step 4 in mid-epoch: of 8, right at the switch of stages, for ZeRO 2, else of 10."""
+    steps = 8 if zero == 2 else 10
     half = precision == "bf16"
 
     def at(grid: str, name: str) -> tuple[RunConfig, int]:
@@ -115,7 +116,7 @@ def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero
     whole, world = at(before, "whole")
     on_ranks(whole, world)
     moved, world = at(before, "moved")
-    on_ranks(moved, world, halt_after=7)
+    on_ranks(moved, world, halt_after=4)
     moved, world = at(after, "moved")
     on_ranks(moved, world)
     expect_close(moved, whole, half=half)
@@ -129,10 +130,10 @@ def test_a_run_moves_to_another_zero_stage_and_micro_batch(
 ) -> None:
     adam: dict[str, Any] = {"optimizer": {"name": "adamw", "eps": 1e-5, "weight_decay": 0.1}, "half": half}
     adam["optimizer"]["learning_rate"] = {"peak": 0.01}
-    whole = make_run(folder, "whole", data=2, zero=zero_before, steps=14, **adam)
+    whole = make_run(folder, "whole", data=2, zero=zero_before, steps=8, **adam)
     on_ranks(whole, 2)
-    on_ranks(make_run(folder, "moved", data=2, zero=zero_before, steps=14, **adam), 2, halt_after=9)
-    moved = make_run(folder, "moved", data=2, zero=zero_after, steps=14, micro_tokens=96, **adam)
+    on_ranks(make_run(folder, "moved", data=2, zero=zero_before, steps=8, **adam), 2, halt_after=5)
+    moved = make_run(folder, "moved", data=2, zero=zero_after, steps=8, micro_tokens=96, **adam)
     on_ranks(moved, 2)
     expect_close(moved, whole, half=half)
 

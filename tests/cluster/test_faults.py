@@ -20,8 +20,9 @@ from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 pytestmark = pytest.mark.slow
-STEPS = 400
-SUPERVISE = ("launch/supervise.sh", "--pause", "2s", "--retries", "6", "--hostfile")
+STEPS = 160
+TIMEOUT = 5.0  # seconds without a heartbeat after which a rank is lost
+SUPERVISE = ("launch/supervise.sh", "--pause", "1s", "--retries", "6", "--hostfile")
 
 
 def kill_a_rank(hosts: Cluster, folder: Path) -> None:
@@ -36,9 +37,10 @@ def kill_the_ssh_server_and_the_ranks(hosts: Cluster, folder: Path) -> None:
     hosts.start_ssh("node2")
 
 
-def cut_the_link_for_30_seconds(hosts: Cluster, folder: Path) -> None:
+def cut_the_link(hosts: Cluster, folder: Path) -> None:
+    """For longer than a silent rank is waited for: the heartbeat does not need the link."""
     hosts.plug("node2", "down")
-    time.sleep(30)
+    time.sleep(TIMEOUT + 1)  # TCP tries again after 6.2 s, then after 12.6 s
     hosts.plug("node2", "up")
 
 
@@ -60,7 +62,7 @@ FAULTS: dict[str, Callable[[Cluster, Path], None]] = {
     "rank": kill_a_rank,
     "host": kill_the_ssh_server_and_the_ranks,
     "disk": fill_the_disk,
-    "link": cut_the_link_for_30_seconds,
+    "link": cut_the_link,
 }
 
 
@@ -78,7 +80,7 @@ def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Clus
     folder = two_hosts.disk / "fewer"
     run = write_run(folder, "run")
     with supervised(two_hosts, folder) as supervisor:
-        wait_for_step(folder, 30, supervisor)
+        wait_for_step(folder, 20, supervisor)
         silence(two_hosts)
         try:
             assert supervisor.wait(120) == 0, told(folder)
@@ -89,7 +91,7 @@ def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Clus
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     batch = run.data.tokens_per_batch
     sizes = [after["tokens"] - before["tokens"] for before, after in pairwise(steps)]
-    assert max(sizes[:20]) == 2 * batch, "two ranks"
+    assert max(sizes[:15]) == 2 * batch, "two ranks"
     assert max(sizes[-20:]) == batch, "one rank"
     assert {record.host for record in ranks(folder) if record.phase == "ended"} == {"node1"}
 
@@ -100,7 +102,7 @@ def expect_undisturbed_losses(hosts: Cluster, name: str, faults: list[str]) -> N
     on_ranks(whole, 2)
     with supervised(hosts, folder) as supervisor:
         for number, fault in enumerate(faults):
-            wait_for_step(folder, 30 + number * (STEPS - 60) // len(faults), supervisor)
+            wait_for_step(folder, 15 + number * (STEPS - 40) // len(faults), supervisor)
             before = {record.launch for record in ranks(folder)}
             FAULTS[fault](hosts, folder)
             if fault != "link":  # which a run survives
@@ -133,7 +135,7 @@ def write_run(folder: Path, name: str) -> RunConfig:
         data=2,
         steps=STEPS,
         dropout=True,
-        output={"save_every": 20, "keep_last": 1, "evaluate_every": 100},
+        output={"save_every": 10, "keep_last": 1, "evaluate_every": 60, "heartbeat_timeout": TIMEOUT},
     )
     (folder / f"{name}.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
     return run

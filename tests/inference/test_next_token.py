@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -198,3 +199,63 @@ def test_the_distribution_sums_to_one_and_agrees_with_the_loss(kind: str) -> Non
         found, ids = token.everything()
         torch.testing.assert_close(found, whole)
         assert ids.tolist() == list(range(VOCAB_SIZE))
+
+
+# Mixtures
+
+FEW = torch.tensor([0, 4, 9, 11, 30, 36])
+FEW_PROBS = torch.tensor([0.1, 0.4, 0.0, 0.2, 0.25, 0.05], dtype=torch.float64)
+
+
+def dense_mixture(whole: Tensor, weight: float) -> Tensor:
+    return ((1 - weight) * whole.exp()).index_add(0, FEW, weight * FEW_PROBS)
+
+
+@pytest.mark.parametrize("size", [0.5, 4.0])
+@pytest.mark.parametrize("weight", [0.0, 0.25, 0.9, 1.0])
+def test_a_mixture_is_that_of_the_whole_distributions(
+    vocabulary: AdaptiveVocabulary, size: float, weight: float
+) -> None:
+    x_ND = features(20, size=size)
+    for following, whole in zip(next_tokens(vocabulary, x_ND), vocabulary.log_probs(x_ND), strict=True):
+        mixed = following.mixed(FEW, FEW_PROBS.log(), weight)
+        expected = dense_mixture(whole, weight)
+        log_probs, ids = mixed.everything()
+        torch.testing.assert_close(log_probs.exp(), expected[ids], atol=1e-14, rtol=0)
+        for count in (1, 3, 12):
+            log_probs, ids = following.mixed(FEW, FEW_PROBS.log(), weight).likeliest(count)
+            torch.testing.assert_close(log_probs.exp(), expected.sort(descending=True).values[:count])
+            torch.testing.assert_close(expected[ids], log_probs.exp())
+        log_probs, ids = following.mixed(FEW, FEW_PROBS.log(), weight).nucleus(0.7)
+        assert set(ids.tolist()) == set(expected.topk(len(ids)).indices.tolist())
+        assert log_probs.exp().sum() >= 0.7
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_a_mixture_is_drawn_from_as_often_as_it_says(vocabulary: AdaptiveVocabulary, weight: float) -> None:
+    (following,), numbers = next_tokens(vocabulary, features(1, seed=3, size=2.0)), 2000
+    mixed = following.mixed(FEW, FEW_PROBS.log(), weight)
+    counts = Counter(mixed.draw((i + 0.5) / numbers) for i in range(numbers))
+    found = torch.tensor([counts[i] / numbers for i in range(VOCAB_SIZE)], dtype=torch.float64)
+    expected = dense_mixture(vocabulary.log_probs(features(1, seed=3, size=2.0))[0], weight)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+
+
+def test_a_weight_of_zero_changes_no_bit_of_a_float32_model(vocabulary: AdaptiveVocabulary) -> None:
+    vocabulary.float()
+    for following in next_tokens(vocabulary, features(20, size=3.0).float()):
+        mixed = following.mixed(FEW, FEW_PROBS.log(), 0.0)
+        for one, other in zip(following.everything(), mixed.everything(), strict=True):
+            assert torch.equal(one, other)
+        assert following.mixed(FEW[:0], FEW_PROBS[:0], 0.5) is following
+
+
+def test_a_tail_with_some_of_the_tokens_stays_closed_until_it_is_needed() -> None:
+    def opened() -> Tensor:
+        raise AssertionError("this band holds no candidate")
+
+    tail = Tail(2, math.log(0.2), opened)
+    following = NextToken(torch.tensor([0.7, 0.1]).log(), [tail])
+    mixed = following.mixed(torch.tensor([0, 5]), torch.tensor([0.75, 0.25], dtype=torch.float64).log(), 0.5)
+    assert mixed.likeliest(1)[1].tolist() == [0]
+    assert mixed.draw(0.3) == 0

@@ -119,8 +119,7 @@ def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryEsti
     run = run_of(case, folder)
     measured = measure_step(case.data * case.tensor, run)
     facts, stage = text_facts(run), resolve_stage(run, 0)
-    fused = not run.model.dropout.attention and run.model.positions != "relative"
-    on_cpu = Kernels(fused_attention=fused, byte_masks=False)
+    on_cpu = Kernels(fused_attention=not run.model.dropout.attention, byte_masks=False)
     sharding = sharding_of(run, read_ds_file(run.deepspeed))
     setup = Setup(
         run.model, facts.vocab_size, facts.band_shares, sharding, case.tensor, case.data, case.recompute, on_cpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,8 +92,15 @@ def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
 
 
 def our_greedy(config: ModelFolderConfig, prompt: list[int], tokens: int) -> list[int]:
-    lengths: Any = {"segment_length": config.segment_length, "cache_length": config.cache_length}
-    stream = generate(our_model(config), [prompt], Sampler(temperature=0), **lengths, eos=EOS, seed=1)
+    stream = generate(
+        our_model(config),
+        [prompt],
+        Sampler(temperature=0),
+        segment_length=config.segment_length,
+        cache_length=config.cache_length,
+        eos=EOS,
+        seed=1,
+    )
     return [token for (token,) in islice(stream, tokens)]
 
 

@@ -18,7 +18,7 @@ from megatron_style.checkpoint.manifest import FILE, Damaged, check_file, read_m
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
-from tests.support.resuming import damage
+from tests.support.resuming import age_event_files, damage
 
 _LEAVE_SECONDS = 60.0  # for the other ranks, when one was killed
 
@@ -37,6 +37,7 @@ class Killed:
 
 def run_and_kill(run: RunConfig, world: int, place: Path, rng: random.Random, seconds: float) -> Killed:
     """Start the run, and kill one rank or all: at a random moment of an undisturbed run's `seconds`, or in a save."""
+    age_event_files(run)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     driver = multiprocessing.get_context("fork").Process(target=_killable, args=(run, world, place))

@@ -88,7 +88,16 @@ def train_until(run: RunConfig, steps: int | None) -> None:
 
 
 def on_ranks(run: RunConfig, world: int, *, halt_after: int | None = None) -> None:
+    age_event_files(run)
     run_ranks(world, train_until, run, halt_after)
+
+
+def age_event_files(run: RunConfig) -> None:
+    """Rename TensorBoard's files as if the launch before had begun a minute ago: a launch within the same second would
+    wait for the next."""
+    for path in run.output.path.glob("tensorboard/**/events.out.tfevents.*"):
+        began = path.name.split(".")[3]
+        path.rename(path.with_name(path.name.replace(began, f"{int(began) - 60:010d}", 1)))
 
 
 def metrics(run: RunConfig, kind: str = "train") -> list[dict[str, Any]]:

@@ -1,0 +1,132 @@
+"""Make a kNN-LM datastore of a text and, for approximate search, its index. docs/systems.md is the guide.
+
+python -m megatron_style.neighbours build runs/quickstart/model --data data/sotu/train --output stores/sotu
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from tqdm import tqdm
+
+from megatron_style.base.command import add_json_flag, command_parser, log, positive_int, run_command, show
+from megatron_style.base.units import FLOPS, size
+from megatron_style.config.datastore import KEY_DTYPES, DatastoreManifest
+from megatron_style.config.model import EvaluationMode, ModelFolderConfig
+from megatron_style.data.corpus import check_same_tokenizer
+from megatron_style.data.store import open_store
+from megatron_style.datastore.approximate import index_shape, write_index
+from megatron_style.datastore.build import build, is_built, make_manifest
+from megatron_style.datastore.store import open_datastore
+from megatron_style.evaluate import DTYPES, add_protocol_flags, process_grid, request_of
+from megatron_style.formats.formats import open_model
+from megatron_style.hosts.launcher import accelerator
+from megatron_style.inference.measure import token_bar
+from megatron_style.inference.scoring import MODES, Protocol, Reader, make_protocol
+
+WALKS = tuple(mode for mode in MODES if mode != "token-by-token")  # `cached` gives the same keys
+TOKENS_PER_LANE = 2**16
+
+
+def main() -> None:
+    args = parse_args()
+    COMMANDS[args.kind](args)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = command_parser(
+        "neighbours",
+        "Make a kNN-LM datastore of a text, which `evaluate --neighbours` and `generate --neighbours` mix with the "
+        "model's predictions.",
+        "python -m megatron_style.neighbours build runs/quickstart/model --data data/sotu/train --output stores/sotu\n"
+        "  deepspeed --num_gpus 8 --module megatron_style.neighbours build runs/mine --data data/mine/train --output "
+        "stores/mine\n"
+        "  python -m megatron_style.neighbours index stores/mine",
+    )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    add_build_flags(kinds.add_parser("build", help="write the key and the next token of every token of a text"))
+    add_index_flags(kinds.add_parser("index", help="make an index for approximate search (--probe); needs faiss"))
+    return parser.parse_args()
+
+
+def add_build_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
+    add("--data", type=Path, required=True, metavar="PREFIX", help="the text to remember: PREFIX.bin and PREFIX.idx")
+    add("--output", type=Path, required=True, metavar="DIR")
+    add("--dtype", choices=KEY_DTYPES, default="float16", help="of the keys on disk (float16)")
+    add("--compute-dtype", choices=list(DTYPES), default="float32", help="of the model (float32)")
+    add("--mode", choices=WALKS, help="default: cached, or nonoverlapping for a model without a cache")
+    add_protocol_flags(parser, lanes=f"one per {TOKENS_PER_LANE:,} tokens")
+    add_json_flag(parser)
+
+
+def add_index_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("datastore", type=Path, metavar="DIR")
+    add("--lists", type=positive_int, metavar="N", help="default: one per 256 keys, at most 4,096")
+    add("--code-bytes", type=positive_int, metavar="N", help="per key; default: 64, or fewer that divide its size")
+    add_json_flag(parser)
+
+
+def build_datastore(args: argparse.Namespace) -> None:
+    source = open_model(args.model)
+    store = open_store(args.data, source.config.vocab_size)
+    check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
+    protocol = protocol_of(args, source.config, len(store))
+    manifest = make_manifest(source.digest(), source.config, store.tokens, protocol, args.dtype, args.compute_dtype)
+    if not is_built(args.output, manifest):
+        with process_grid(args.tensor, "neighbours build") as topology:
+            if topology.is_first:
+                log(f"{args.output}: {describe(manifest)}")
+            model = source.load(DTYPES[args.compute_dtype], topology.tensor).to(accelerator())
+            reader = Reader(model, store.tokens, source.config.eos, wants_losses=False, wants_keys=True)
+            with token_bar(len(store), topology) as progress:
+                build(reader, protocol, manifest, args.output, topology=topology, progress=progress)
+            if not topology.is_first:
+                return
+    facts = {name: getattr(manifest, name) for name in ("count", "hidden_size", "dtype", "key_bytes", "search_flops")}
+    show({"output": str(args.output), **facts, "mode": protocol.mode, "lanes": protocol.lanes}, as_json=args.json)
+
+
+def protocol_of(args: argparse.Namespace, config: ModelFolderConfig, tokens: int) -> Protocol:
+    """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
+    of which a build can resume; their number depends on the text alone."""
+    mode: EvaluationMode = args.mode or ("cached" if config.model.cache else "nonoverlapping")
+    lanes = args.lanes
+    if mode == "cached" and lanes is None:
+        lanes = max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
+    request = replace(request_of(args), mode=mode, lanes=lanes)
+    return make_protocol(request, config, tokens=tokens, where=str(args.model))
+
+
+def describe(manifest: DatastoreManifest) -> str:
+    return (
+        f"{manifest.count:,} keys of {manifest.hidden_size} numbers, {size(manifest.key_bytes + manifest.value_bytes)} "
+        f"on disk; {FLOPS.text(manifest.search_flops)} per exact search"
+    )
+
+
+def index_datastore(args: argparse.Namespace) -> None:
+    store = open_datastore(args.datastore)
+    shape = index_shape(store, args.lists, args.code_bytes)
+    with tqdm(total=store.manifest.count, unit=" keys", unit_scale=True, disable=None) as bar:
+        path = write_index(store, shape, bar.update)
+    show(
+        {"index": str(path), "lists": shape.lists, "code_bytes": shape.code_bytes, "bytes": path.stat().st_size},
+        as_json=args.json,
+    )
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
+    {"build": build_datastore, "index": index_datastore}
+)
+
+
+if __name__ == "__main__":
+    run_command(main)
