@@ -99,6 +99,18 @@ def test_only_what_may_be_attended_to_counts_once() -> None:
     assert dense - once == pytest.approx(3 * 2 * 2 * config.layers * config.hidden_size * masked)
 
 
+def test_a_routing_head_counts_the_members_that_a_token_sees() -> None:
+    """In one cluster these are the last `window` tokens; local heads see their block and the one before."""
+    config = routing_config(clusters=1)
+    E = config.hidden_size // config.heads
+    lengths = {"segment_length": 16, "cache_length": 0}
+    dense = training_flops_per_token(config, VOCAB_SIZE, **lengths, causal_once=False)
+    once = training_flops_per_token(config, VOCAB_SIZE, **lengths)
+    routed = sum(2 * 8 - min(8, place + 1) for place in range(16)) / 16
+    local = sum(2 * 4 - (place % 4 + 1 + 4 * (place >= 4)) for place in range(16)) / 16
+    assert dense - once == pytest.approx(3 * 2 * 2 * config.layers * E * (3 * routed + 1 * local))
+
+
 def test_zipfs_law_is_what_is_taken_for_a_corpus_that_is_not_there() -> None:
     weights = [1 / rank for rank in range(1, 201)]
     expected = [sum(weights[band.first : band.last]) / sum(weights) for band in bands(model_config(), 200)]
