@@ -134,8 +134,8 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         tokens = self.data.tokens_per_batch
         ways = self.parallel.tensor
-        if self.model.foresight:
-            raise ValueError(self.model.foresight)
+        if problem := self.model.foresight:
+            raise ValueError(problem)
         for name, size in self.model.split_sizes.items():
             if size % ways:
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")

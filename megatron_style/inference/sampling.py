@@ -103,8 +103,8 @@ def stacked(rows: Sequence[Reading]) -> Reading:
 
 
 def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
-    if model.config.foresight:
-        raise UserError(f"{model.config.foresight}")
+    if problem := model.config.foresight:
+        raise UserError(problem)
     kind = Decoder if ATTENTIONS[model.config.positions].can_decode else Reencoder
     return kind(model, rows=rows, segment_length=segment_length, cache_length=cache_length)
 

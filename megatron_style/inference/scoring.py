@@ -78,8 +78,8 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
     """Return the protocol for a text of `tokens` tokens, or refuse a flag that the mode would ignore. `where` names the
     model in messages."""
     length = request.segment_length or config.segment_length
-    if config.model.foresight:
-        raise UserError(f"{where}: {config.model.foresight}")
+    if problem := config.model.foresight:
+        raise UserError(f"{where}: {problem}")
     for name, size in config.model.split_sizes.items():
         if size % request.tensor:
             raise UserError(f"--tensor {request.tensor}: must divide the model's {name} ({size})")
