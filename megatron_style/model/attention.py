@@ -30,6 +30,21 @@ class Distances(NamedTuple):
     hidden_TS: Tensor  # True where a token of the segment does not see one of the memory and the segment
 
 
+class Side(NamedTuple):
+    """What the clusters of a routing layer give in addition to its output."""
+
+    loss: Tensor  # a scalar: this rank's share, to be summed over the tensor axis
+    tally: Tensor  # by which the centroids of this rank's heads are moved after the update
+
+
+class Mixed(NamedTuple):
+    """The result of an attention layer."""
+
+    x: Tensor
+    side: Side | None = None
+    loss: Tensor | None = None  # of what the tokens that leave the memory are compressed to
+
+
 Places = Tensor | Distances | None  # what a kind of positions passes to every block
 
 
@@ -40,18 +55,21 @@ class Attention(nn.Module):
     has_biases: ClassVar[bool] = True
     has_output_bias: ClassVar[bool] = True
 
-    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+    def __init__(self, config: ModelConfig, axis: Axis, heads: int | None = None) -> None:
+        """Make all heads of a model, or the first `heads` of them."""
         super().__init__()
         D = config.hidden_size
         self.head_size = D // config.heads
+        width = self.head_size * (heads or config.heads)
         self.axis = axis
         self.dropout = config.dropout.attention
         bias = uniform(D**-0.5) if self.has_biases else None
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": bias}
-        self.query = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.key = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.value = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.out = RowParallelLinear(D, D, axis=axis, weight=xavier(D, D), bias=zeros if self.has_output_bias else None)
+        self.query = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.key = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.value = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        out_bias = zeros if self.has_output_bias else None
+        self.out = RowParallelLinear(width, D, axis=axis, weight=xavier(D, D), bias=out_bias)
 
     @staticmethod
     def positions(size: int) -> SinusoidalPositions:
@@ -67,9 +85,16 @@ class Attention(nn.Module):
 
     def forward(
         self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention's output and, if what tokens are replaced by is trained, the loss of that."""
+    ) -> Mixed:
         x_BTD = copy_to_shards(x_BTD, self.axis)
+        mixture_BTD, loss = self.mixture(x_BTD, cached_BCD, pos, noise, replaced)
+        return Mixed(self.out(mixture_BTD), loss=loss)
+
+    def mixture(
+        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what this rank's heads give the output projection [B, T, H x E] and, if what tokens are replaced by is
+        trained, the loss of that."""
         placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
         asking: tuple[Tensor, ...] = ()
         answering: tuple[Tensor, ...] = ()
@@ -83,11 +108,11 @@ class Attention(nn.Module):
         values, cached_values, *own_values = self._projected(self.value, x_BTD, cached_BCD, frozen=answering)
         dropout = self.dropout if noise is not None else 0.0
         mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
-        out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
+        mixture_BTD = mixed_BHTE.transpose(1, 2).flatten(2)
         if not own_queries:
-            return out, None
+            return mixture_BTD, None
         left, slots = zip(own_keys, own_values, strict=True)
-        return out, reconstruction_loss(own_queries[0], left, slots, self.axis)
+        return mixture_BTD, reconstruction_loss(own_queries[0], left, slots, self.axis)
 
     def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
         """Return the segment and the memory with the positions that the projections of queries and keys see."""
