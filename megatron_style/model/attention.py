@@ -174,17 +174,10 @@ class RelativeAttention(Attention):
         return bias_HE[:, None] * self.bias_scale if self.bias_scale != 1 else bias_HE[:, None]
 
 
-class CompressiveInfusedAttention(InfusedAttention):
-    """Compressed slots have the first positions, and the tokens of the memory those after them."""
-
-    can_decode = False  # the decoder keeps projections, and a compression needs the tokens
-
-
 class CompressiveRelativeAttention(RelativeAttention):
     """The Compressive Transformer's attention. Compressed slots have a projection of distances and a v of their own,
     and the distances that they would have directly before the segment. u and v are not divided by the root of E."""
 
-    can_decode = False  # the decoder keeps projections, and a compression needs the tokens
     has_output_bias = True
 
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
@@ -210,7 +203,7 @@ ATTENTIONS: Mapping[Positions, type[Attention]] = {
     "relative": RelativeAttention,
 }
 COMPRESSIVE_ATTENTIONS: Mapping[Positions, type[Attention]] = {
-    "infused": CompressiveInfusedAttention,
+    "infused": InfusedAttention,  # slots have the first positions, and the tokens of the memory those after them
     "relative": CompressiveRelativeAttention,
 }
 
