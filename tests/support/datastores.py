@@ -27,8 +27,12 @@ def write_texts(folder: Path, train: int = TRAIN) -> None:
     for name, tokens in (("train", train), ("valid", VALID)):
         stream = rng.integers(0, VOCAB_SIZE, tokens)
         stream[1::2] = (stream[::2][: len(stream[1::2])] * 3 + 1) % VOCAB_SIZE
-        with TokenStoreWriter(folder / name, VOCAB_SIZE) as writer:
-            writer.append(stream, np.array([tokens]))
+        write_tokens(folder / name, stream)
+
+
+def write_tokens(prefix: Path, tokens: NDArray[np.int64]) -> None:
+    with TokenStoreWriter(prefix, VOCAB_SIZE) as writer:
+        writer.append(tokens, np.array([len(tokens)]))
 
 
 def write_model_and_texts(folder: Path, config: ModelFolderConfig | None = None) -> None:
