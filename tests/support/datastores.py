@@ -30,8 +30,8 @@ def write_texts(folder: Path, train: int = TRAIN) -> None:
         write_tokens(folder / name, stream)
 
 
-def write_tokens(prefix: Path, tokens: NDArray[np.int64]) -> None:
-    with TokenStoreWriter(prefix, VOCAB_SIZE) as writer:
+def write_tokens(prefix: Path, tokens: NDArray[Any], vocab_size: int = VOCAB_SIZE) -> None:
+    with TokenStoreWriter(prefix, vocab_size) as writer:
         writer.append(tokens, np.array([len(tokens)]))
 
 
