@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Manifest, tensor_rank_of
+from megatron_style.config.run import RunConfig
 from megatron_style.engine.counters import Counters
+from megatron_style.model.shape import buffers
 from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis
 
@@ -32,6 +36,7 @@ _NOT_NEEDED = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickle an enum member with it; here it reads nothing
 )
+BUFFERS = "centroids.safetensors"  # what learns outside the optimizer, if the model has any
 _WEIGHT = "weight"
 _RATES = ("lr", "momentum", "betas")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,7 +54,9 @@ class LogicalReader:
                 self._places[fragment.param, tensor_rank_of(file)].append((file, fragment))
 
     def weight(self, name: str) -> Tensor:
-        """Return one parameter, unsharded, in float32."""
+        """Return one parameter, or one buffer that learns outside the optimizer, unsharded, in float32."""
+        if name not in self._manifest.parameters:
+            return self.buffers[name]
         return self.read(name, lambda key: key == _WEIGHT)[_WEIGHT]
 
     def state(self, name: str) -> dict[str, Tensor]:
@@ -74,6 +81,22 @@ class LogicalReader:
                     target = full[key].narrow(layout.shard_dim, owned.start, len(owned))
                     target.copy_(shard.narrow(layout.shard_dim, 0, len(owned)))  # without the padding
         return full
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """Return what learns outside the optimizer, unsharded: all that the checkpoint's model has of it."""
+        path = self._folder / BUFFERS
+        model = RunConfig.parse(self._manifest.run, source=str(self._folder)).model
+        wanted = {name: shape.shape for name, shape in buffers(model).items()}
+        held: dict[str, Tensor] = {}
+        if wanted:
+            try:
+                held = load_file(path)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: does not hold the centroids of its model ({error})") from None
+        if {name: tuple(x.shape) for name, x in held.items()} != wanted or not all(map(is_plain, held.values())):
+            raise UserError(f"{path}: does not hold the centroids of its model, so it is not read")
+        return held
 
     def flat_groups(self, file: str) -> list[dict[str, Any]]:
         """Return the flat tensors of one rank's file, group by group: `weight`, and the optimizer's state by name."""

@@ -1,8 +1,9 @@
 """The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank, and
-`manifest.json`. A checkpoint is written under another name, flushed to disk, given its manifest, and renamed when all
-ranks are done; `latest` is updated last. A kill at any moment thus leaves the earlier checkpoints as they were.
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank,
+`centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written under another name, flushed to
+disk, given its manifest, and renamed when all ranks are done; `latest` is updated last. A kill at any moment thus
+leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import atomic_file, sync
 from megatron_style.base.run_folder import RunFolder, checkpoint_name, step_of
-from megatron_style.checkpoint.logical import LogicalReader, file_of
+from megatron_style.checkpoint.logical import BUFFERS, LogicalReader, file_of
 from megatron_style.checkpoint.manifest import (
     FILE,
     Damaged,
@@ -101,6 +102,7 @@ class CheckpointStore:
             engine.load_flat(reader.flat_groups(self._my_file(manifest.files, engine)))
         else:
             engine.load_logical(reader.read)
+        engine.load_buffers(reader.weight)
         engine.resume(reader.counters())
         self._log_changes(manifest, before)
         caches = self._read_caches(folder, manifest, engine, schedule)
@@ -144,6 +146,8 @@ class CheckpointStore:
         engine.save(self._folder, aside.name)
         if self._topology.tensor.rank == 0:
             self._write_caches(aside, progress.caches)
+        if self._topology.data.rank == 0:
+            self._write_buffers(aside, engine)
         dist.barrier()  # all files have been written
         parts = gather_json(self._describe(aside, engine))
         manifest = self._manifest(parts, engine, progress, schedule)
@@ -287,6 +291,11 @@ class CheckpointStore:
         first = self._topology.data.rank * rows
         metadata = {"global_rows": f"{first}..{first + rows}"}
         save_file(tensors, folder / _cache_file(self._topology.data.rank), metadata=metadata)
+
+    def _write_buffers(self, folder: Path, engine: TrainingEngine) -> None:
+        found = engine.full_buffers()
+        if found and self._topology.is_first:
+            save_file(found, folder / BUFFERS)
 
     def _read_caches(
         self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule

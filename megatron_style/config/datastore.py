@@ -28,6 +28,7 @@ class WalkConfig(Section):
     mode: EvaluationMode
     segment_length: Count
     cache_length: NonNegativeInt
+    compressed: NonNegativeInt = 0  # datastores without it were built without a compressed memory
     batch_rows: PositiveInt
     stride: PositiveInt | None
     lanes: PositiveInt

@@ -12,6 +12,7 @@ from megatron_style.config.section import Section
 Positions = Literal["added", "infused", "relative"]  # kinds of attention, by how a token's position enters it
 OptimizerKind = Literal["nag", "adamw"]
 DEFAULT_OPTIMIZER: OptimizerKind = "nag"
+Assignment = Literal["nearest", "balanced"]  # of tokens to the clusters of a routing model
 EvaluationMode = Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
 
 
@@ -75,6 +76,23 @@ class CompressionConfig(Section):
         return self
 
 
+class RoutingConfig(Section):
+    """The Routing Transformer. In layers from `first_layer` on, the first `heads` heads attend to tokens of their own
+    cluster; all others attend to blocks of `local` tokens.
+
+    `nearest`: a token belongs to its nearest centroid and sees the last `window` members up to itself. `balanced`: each
+    cluster takes the `window` nearest tokens of the segment, as in the authors' code, so that later tokens decide what
+    earlier ones see."""
+
+    heads: Width
+    clusters: Width
+    window: Count
+    local: Count
+    first_layer: NonNegativeInt = 0
+    assignment: Assignment = "nearest"
+    decay: float = Field(0.999, ge=0, lt=1)  # of the moving average of the centroids, per update
+
+
 class ModelConfig(Section):
     layers: Layers
     hidden_size: Width
@@ -84,6 +102,7 @@ class ModelConfig(Section):
     cache: bool = True
     memory: CompressionConfig | None = None  # what becomes of tokens that leave the cache; None: they are forgotten
     norm: Literal["before", "after"] = "before"  # each sublayer, or each sum of a sublayer and its input
+    routing: RoutingConfig | None = None  # absent: every head sees all tokens before
     sandwich: NonNegativeInt = 0  # attention sublayers before the first feed-forward one, besides the first
     vocabulary: VocabularyConfig
     dropout: DropoutConfig = DropoutConfig()
@@ -100,6 +119,8 @@ class ModelConfig(Section):
             raise ValueError("memory compresses what leaves the cache, but cache is false; set cache to true")
         if self.memory is not None and self.positions == "added":
             raise ValueError("memory needs positions infused or relative: an added position cannot be compressed")
+        if self.routing is not None:
+            self._check_routing(self.routing)
         bands = len(self.vocabulary.cutoffs)
         if self.hidden_size < self.vocabulary.factor**bands:
             raise ValueError(
@@ -116,6 +137,35 @@ class ModelConfig(Section):
             raise UserError(
                 f"{where} ({length}) must be a multiple of model.memory.rate ({self.memory.rate}); use {near}"
             )
+
+    def _check_routing(self, routing: RoutingConfig) -> None:
+        if self.cache:
+            raise ValueError("routing needs cache false: the members of a cluster are those of one segment")
+        if self.positions != "added":
+            raise ValueError(
+                f"routing needs positions added, not {self.positions}: the order of a cluster's members says little "
+                f"about their distance in the text"
+            )
+        if routing.heads >= self.heads:
+            raise ValueError(f"routing.heads ({routing.heads}) must be less than heads ({self.heads})")
+        if routing.first_layer >= self.layers:
+            raise ValueError(f"routing.first_layer ({routing.first_layer}) must be less than layers ({self.layers})")
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Return the sizes, by key, that the number of tensor-parallel ranks has to divide."""
+        sizes = {"heads": self.heads, "ffn_size": self.ffn_size}
+        return sizes | ({"routing.heads": self.routing.heads} if self.routing else {})
+
+    @property
+    def foresight(self) -> str | None:
+        """Describe the setting by which losses depend on later tokens, if there is one."""
+        if self.routing is None or self.routing.assignment == "nearest":
+            return None
+        return (
+            f"model.routing.assignment is {self.routing.assignment}, where later tokens decide what earlier ones see, "
+            f"so that its loss has seen the future; use nearest"
+        )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse cutoffs beyond the vocabulary. Its size is the corpus's, so the file alone is not enough to check."""

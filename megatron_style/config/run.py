@@ -134,9 +134,10 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         tokens = self.data.tokens_per_batch
         ways = self.parallel.tensor
-        for name in ("heads", "ffn_size"):
-            if getattr(self.model, name) % ways:
-                size = getattr(self.model, name)
+        if problem := self.model.foresight:
+            raise ValueError(problem)
+        for name, size in self.model.split_sizes.items():
+            if size % ways:
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
         if self.data.shuffle and self.model.cache:
             raise ValueError("data.shuffle is true, but model.cache is true: a cache needs the text in its order")

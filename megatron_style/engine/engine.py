@@ -31,7 +31,15 @@ from megatron_style.engine.zero_layout import (
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.randomness import Noise
-from megatron_style.parallel.sharding import Fragment, layout_of, layouts_of, shard_of, unshard
+from megatron_style.parallel.sharding import (
+    Fragment,
+    Layout,
+    buffer_layouts_of,
+    layout_of,
+    layouts_of,
+    shard_of,
+    unshard,
+)
 from megatron_style.parallel.topology import Axis, Topology
 
 
@@ -71,6 +79,7 @@ class TrainingEngine:
         self._clip_norm = clip_norm
         self._max_skipped = max_skipped
         self.skipped_in_a_row = 0
+        self._tally: Tensor | None = None  # of this update's micro-batches so far
         # Without `speaks`, hide even its warning about an optimizer that it has not tested with ZeRO; we have.
         with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
             self._engine, *_ = deepspeed.initialize(
@@ -112,15 +121,21 @@ class TrainingEngine:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         return memory_of(self.model.config).full(self.model.config, rows=rows, capacity=capacity, like=like)
 
-    def accumulate(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add this micro-batch's gradient; the last one triggers the data-parallel mean."""
+    def accumulate(self, loss: Tensor, *, is_last: bool, tally: Tensor | None = None) -> None:
+        """Add this micro-batch's gradient; the last one triggers the data-parallel mean. A routing model's `tally` is
+        added up too: it is to the centroids what the gradient is to the weights."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss)
+        if tally is not None:
+            self._tally = tally if self._tally is None else self._tally + tally
 
     def update(self, learning_rate: float | None, *, spike: Spike | None = None) -> Update:
         """Clip, step and clear the gradients; if they are not finite, or the loss spiked, nothing else changes. A
         learning rate of `None` leaves it to the ds_config's scheduler."""
         update = self._step(learning_rate) if spike is None else self._pretend_step(learning_rate)
+        if self._tally is not None and update.applied and spike is None:
+            self.model.move_centroids(self._topology.data.sum(self._tally))
+        self._tally = None
         self.skipped_in_a_row = 0 if update.applied else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == self._max_skipped:
             raise Diverged(
@@ -264,7 +279,21 @@ class TrainingEngine:
             full = _gather(param, self._topology.tensor)
             if self._topology.is_first:
                 weights[name] = full.cpu().clone()
-        return weights
+        buffers = self.full_buffers()
+        return weights | buffers if self._topology.is_first else {}
+
+    def full_buffers(self) -> dict[str, Tensor]:
+        """Return, unsharded, the buffers that learn outside the optimizer. The tensor-parallel ranks of a data rank
+        have to call it together."""
+        axis = self._topology.tensor
+        layouts = buffer_layouts_of(self.model).items()
+        return {name: _unsharded(self.model.get_buffer(name), layout, axis).cpu().clone() for name, layout in layouts}
+
+    @torch.no_grad()
+    def load_buffers(self, read: Callable[[str], Tensor]) -> None:
+        """Load the same from unsharded tensors, whatever grid they come from."""
+        for name, layout in buffer_layouts_of(self.model).items():
+            self.model.get_buffer(name).copy_(shard_of(read(name), layout, self._topology.tensor))
 
 
 @contextmanager
@@ -294,6 +323,10 @@ def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
     layout = layout_of(param)
     local = deepspeed.utils.safe_get_full_fp32_param(param)
     local = (param.detach() if local is None else local).float().view(layout.shard_shape(axis.size))
+    return _unsharded(local, layout, axis)
+
+
+def _unsharded(local: Tensor, layout: Layout, axis: Axis) -> Tensor:
     if layout.shard_dim is None or axis.size == 1:
         return local
     parts = [torch.empty_like(local) for _ in range(axis.size)]

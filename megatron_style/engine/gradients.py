@@ -37,7 +37,7 @@ def accumulate_gradients(
         micro_share = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
         further = {name: loss / stage.accumulation for name, loss in output.auxiliary.items()}
         total = micro_share * topology.data.size + sum(further.values())  # the engine takes the mean over the ranks
-        engine.accumulate(total, is_last=micro == stage.accumulation - 1)
+        engine.accumulate(total, is_last=micro == stage.accumulation - 1, tally=output.tally)
 
         share += micro_share.detach()
         for name, loss in further.items():

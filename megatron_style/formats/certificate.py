@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_style import __version__
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
-from megatron_style.formats.source import ModelSource, parameters_of
+from megatron_style.formats.source import ModelSource, tensors_of
 from megatron_style.model.attention import Places, attention_of
 from megatron_style.model.block import Block
 from megatron_style.model.memory import memory_of
@@ -71,7 +71,7 @@ def certify(
         source=str(source.path),
         source_digest=source.digest(),
         output_digest=output.digest(),
-        tensors=len(parameters_of(source.config)),
+        tensors=len(tensors_of(source.config)),
         largest_weight_difference=_largest_weight_difference(source, output),
         largest_nll_difference=float(np.abs(streamed_nll(source, text) - output_nll).max()),
         tokens=len(text) - 1,
@@ -87,8 +87,8 @@ def certify(
 
 
 def check_same_shapes(first: ModelSource, second: ModelSource) -> None:
-    shapes = {name: layout.shape for name, layout in parameters_of(first.config).items()}
-    others = {name: layout.shape for name, layout in parameters_of(second.config).items()}
+    shapes = {name: layout.shape for name, layout in tensors_of(first.config).items()}
+    others = {name: layout.shape for name, layout in tensors_of(second.config).items()}
     for name in sorted(shapes.keys() | others.keys()):
         if shapes.get(name) != others.get(name):
             raise UserError(
@@ -98,7 +98,7 @@ def check_same_shapes(first: ModelSource, second: ModelSource) -> None:
 
 
 def _largest_weight_difference(first: ModelSource, second: ModelSource) -> float:
-    found = [_largest_difference(first.weight(name), second.weight(name)) for name in parameters_of(first.config)]
+    found = [_largest_difference(first.weight(name), second.weight(name)) for name in tensors_of(first.config)]
     return float(np.max(found))  # NaN if any is NaN
 
 
@@ -158,9 +158,9 @@ def _attended(
     one_layer = config.model_copy(update={"layers": 1})
     memory = memory_of(config).empty(one_layer, rows=1, capacity=capacity, like=segments[0])
     for x, pos in zip(segments, positions, strict=True):
-        y, seen, _ = block.attend(x, memory.layers[0], pos, None)
-        memory = memory.advance([seen])
-        yield y
+        attended = block.attend(x, memory.layers[0], pos, None)
+        memory = memory.advance([attended.seen])
+        yield attended.x
 
 
 @contextmanager
@@ -168,18 +168,22 @@ def _materialised(
     module: nn.Module, prefix: str, source: ModelSource, only: Sequence[str] | None = None
 ) -> Iterator[None]:
     """Give a module of a model without weights its own for a while, or those of some of its parts."""
-    hollow = []
+    hollow: list[tuple[nn.Module, str, Tensor, str]] = []
     for path, owner in module.named_modules():
         if only is not None and path.partition(".")[0] not in only:
             continue
         prefixes = filter(None, (prefix, path))
         place = ".".join(prefixes)
         hollow += [(owner, leaf, param, f"{place}.{leaf}") for leaf, param in owner.named_parameters(recurse=False)]
-    for owner, leaf, param, name in hollow:
-        weight = nn.Parameter(source.weight(name).double(), requires_grad=False)
-        setattr(owner, leaf, tag(weight, layout_of(param), Axis()))
+        learning = getattr(owner, "learning_buffers", ())
+        hollow += [(owner, leaf, owner.get_buffer(leaf), f"{place}.{leaf}") for leaf in learning]
+    for owner, leaf, held, name in hollow:
+        weight = source.weight(name).double()
+        if isinstance(held, nn.Parameter):
+            weight = tag(nn.Parameter(weight, requires_grad=False), layout_of(held), Axis())
+        setattr(owner, leaf, weight)
     try:
         yield
     finally:
-        for owner, leaf, param, _ in hollow:
-            setattr(owner, leaf, param)
+        for owner, leaf, held, _ in hollow:
+            setattr(owner, leaf, held)

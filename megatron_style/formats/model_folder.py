@@ -25,7 +25,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, tokenizer_beside
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
 from megatron_style.formats import certificate
-from megatron_style.formats.source import Holds, ModelSource, parameters_of
+from megatron_style.formats.source import Holds, ModelSource, parameters_of, tensors_of
 from megatron_style.schedule.stages import StageSchedule
 
 CONFIG_FILE = "config.json"
@@ -51,12 +51,12 @@ def read(folder: Path) -> ModelSource:
 
 def open_weights(folder: Path, config: ModelFolderConfig) -> Callable[[str], Tensor]:
     """Return the weights by name, each read when it is asked for; names and shapes are checked at once."""
-    parameters = parameters_of(config)
+    tensors = tensors_of(config)
     weights = open_tensors(folder / WEIGHTS)
-    if weights.keys() != parameters.keys():
-        odd = sorted(weights.keys() ^ parameters.keys())[0]
+    if weights.keys() != tensors.keys():
+        odd = sorted(weights.keys() ^ tensors.keys())[0]
         raise UserError(f"{folder / WEIGHTS}: its tensors are not those of its {CONFIG_FILE}; '{odd}' is in one only")
-    for name, layout in parameters.items():
+    for name, layout in tensors.items():
         if weights[name].shape != layout.shape:
             held = list(weights[name].shape)
             raise UserError(f"{folder / WEIGHTS}: {name} is {held}, {CONFIG_FILE} wants {list(layout.shape)}")
@@ -108,10 +108,10 @@ def check_place(output: Path, known: frozenset[str] = FILES) -> None:
 
 def write_weights(path: Path, source: ModelSource, rename: Callable[[str], str] = str) -> None:
     """Write all weights in float32, or in float64 if they come so."""
-    parameters = parameters_of(source.config)
-    dtype = torch.float64 if source.weight(next(iter(parameters))).dtype == torch.float64 else torch.float32
-    wanted = [Entry(rename(name), layout.shape, _DTYPES[dtype]) for name, layout in parameters.items()]
-    write_tensors(path, wanted, (source.weight(name).to(dtype) for name in parameters))
+    tensors = tensors_of(source.config)
+    dtype = torch.float64 if source.weight(next(iter(tensors))).dtype == torch.float64 else torch.float32
+    wanted = [Entry(rename(name), layout.shape, _DTYPES[dtype]) for name, layout in tensors.items()]
+    write_tensors(path, wanted, (source.weight(name).to(dtype) for name in tensors))
 
 
 def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], dict[str, Tensor]]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.section import Section
 from megatron_style.data.tokenizer import Tokenizer
-from megatron_style.model.shape import parameters
+from megatron_style.model.shape import buffers, parameters
 from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel.sharding import layout_of, shard_of
+from megatron_style.parallel.sharding import buffer_layouts_of, layout_of, shard_of
 from megatron_style.parallel.split import Shape
 from megatron_style.parallel.topology import Axis
 
@@ -60,6 +60,8 @@ class ModelSource:
         model = Shortformer(self.config.model, self.config.vocab_size, axis).to(dtype)
         for name, param in model.named_parameters():
             param.copy_(shard_of(self.weight(name), layout_of(param), axis))
+        for name, layout in buffer_layouts_of(model).items():
+            model.get_buffer(name).copy_(shard_of(self.weight(name), layout, axis))
         return model
 
     def without_optimizer(self) -> ModelSource:
@@ -68,12 +70,17 @@ class ModelSource:
     def digest(self) -> str:
         """Return a digest of all weights in float32, which is the same for every form of a model."""
         total = xxhash.xxh3_128()
-        for name in parameters_of(self.config):
+        for name in tensors_of(self.config):
             total.update(name.encode())
             total.update(self.weight(name).float().contiguous().numpy().data)
         return total.hexdigest()
 
 
 def parameters_of(config: ModelFolderConfig) -> dict[str, Shape]:
-    """Return names and shapes of a model's tensors, in the model's order."""
+    """Return names and shapes of a model's parameters, in the model's order."""
     return parameters(config.model, config.vocab_size)
+
+
+def tensors_of(config: ModelFolderConfig) -> dict[str, Shape]:
+    """Return names and shapes of all that a model has learned: parameters, and what learns outside the optimizer."""
+    return parameters_of(config) | buffers(config.model)

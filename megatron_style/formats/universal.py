@@ -28,16 +28,17 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import checkpoint_name
 from megatron_style.checkpoint.logical import is_plain
 from megatron_style.checkpoint.manifest import Damaged, check_file, digest_of, is_file_name, read_sealed, write_sealed
-from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.corpus import tokenizer_beside
-from megatron_style.formats.source import Holds, ModelSource, parameters_of
+from megatron_style.formats.source import ANY, Holds, ModelSource, parameters_of
 from megatron_style.parallel.split import Shape
 
 LATEST = "latest_universal"
 INDEX = "universal.json"
 NAME = f"a universal checkpoint of DeepSpeed (with {LATEST})"
 FILES = frozenset[str]()
-HOLDS: Holds = None
+# An engine loads parameters only, so that centroids would stay as they were drawn.
+HOLDS: Holds = dict.fromkeys(ModelConfig.model_fields, ANY) | {"routing": (None,)}
 VERSION = 0.4  # of the layout, as DeepSpeed counts
 _WEIGHT = "fp32"
 _GROUPS = 100  # all empty; the loader zips them with the engine's own, so that surplus ones are ignored

@@ -80,8 +80,9 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
     model in messages."""
     length = request.segment_length or config.segment_length
     config.model.check_segment(length, "--segment-length")
-    for name in ("heads", "ffn_size"):
-        size = getattr(config.model, name)
+    if problem := config.model.foresight:
+        raise UserError(f"{where}: {problem}")
+    for name, size in config.model.split_sizes.items():
         if size % request.tensor:
             raise UserError(f"--tensor {request.tensor}: must divide the model's {name} ({size})")
     return MODES[request.mode].protocol(request, config, length, tokens=tokens, where=where)

@@ -30,6 +30,21 @@ class Distances(NamedTuple):
     hidden_TS: Tensor  # True where a token of the segment does not see one of the memory and the segment
 
 
+class Side(NamedTuple):
+    """What the clusters of a routing layer give in addition to its output."""
+
+    loss: Tensor  # a scalar: this rank's share, to be summed over the tensor axis
+    tally: Tensor  # by which the centroids of this rank's heads are moved after the update
+
+
+class Mixed(NamedTuple):
+    """The result of an attention layer."""
+
+    x: Tensor
+    side: Side | None = None
+    loss: Tensor | None = None  # of what the tokens that leave the memory are compressed to
+
+
 Places = Tensor | Distances | None  # what a kind of positions passes to every block
 
 
@@ -41,20 +56,23 @@ class Attention(nn.Module):
     has_output_bias: ClassVar[bool] = True
     projects_positions: ClassVar[bool] = False  # True if queries and keys are projections of tokens with positions
 
-    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+    def __init__(self, config: ModelConfig, axis: Axis, heads: int | None = None) -> None:
+        """Make all heads of a model, or the first `heads` of them."""
         super().__init__()
         D = config.hidden_size
         self.head_size = D // config.heads
+        width = self.head_size * (heads or config.heads)
         self.axis = axis
         self.dropout = config.dropout.attention
         self.slots = 0 if config.memory is None else config.memory.compressed
         self.rate = 1 if config.memory is None else config.memory.rate
         bias = uniform(D**-0.5) if self.has_biases else None
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": bias}
-        self.query = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.key = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.value = ColumnParallelLinear(D, D, **inward)  # type: ignore[arg-type]
-        self.out = RowParallelLinear(D, D, axis=axis, weight=xavier(D, D), bias=zeros if self.has_output_bias else None)
+        self.query = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.key = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        self.value = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
+        out_bias = zeros if self.has_output_bias else None
+        self.out = RowParallelLinear(width, D, axis=axis, weight=xavier(D, D), bias=out_bias)
 
     @staticmethod
     def positions(size: int) -> SinusoidalPositions:
@@ -70,9 +88,16 @@ class Attention(nn.Module):
 
     def forward(
         self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention's output and, if what tokens are replaced by is trained, the loss of that."""
+    ) -> Mixed:
         x_BTD = copy_to_shards(x_BTD, self.axis)
+        mixture_BTD, loss = self.mixture(x_BTD, cached_BCD, pos, noise, replaced)
+        return Mixed(self.out(mixture_BTD), loss=loss)
+
+    def mixture(
+        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what this rank's heads give the output projection [B, T, H x E] and, if what tokens are replaced by is
+        trained, the loss of that."""
         placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
         slots: tuple[Tensor, ...] = ()
         if replaced is not None and replaced[1].requires_grad:
@@ -85,15 +110,16 @@ class Attention(nn.Module):
         values, cached_values, *own_values = self._projected(self.value, x_BTD, cached_BCD, frozen=slots)
         dropout = self.dropout if noise is not None else 0.0
         mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
-        out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
+        mixture_BTD = mixed_BHTE.transpose(1, 2).flatten(2)
         if not slots:
-            return out, None
+            return mixture_BTD, None
         slot_keys, slot_values = own_keys[0], own_values[0]
         tokens = slot_keys.shape[2] * self.rate
         left_keys = own_keys[1] if unplaced else leaving(cached_keys, keys, self.slots, tokens)
         left_values = leaving(cached_values, values, self.slots, tokens)
         own = own_queries[0] if unplaced else queries.detach()
-        return out, reconstruction_loss(own, (left_keys, left_values), (slot_keys, slot_values), self.axis)
+        loss = reconstruction_loss(own, (left_keys, left_values), (slot_keys, slot_values), self.axis)
+        return mixture_BTD, loss
 
     def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
         """Return the segment and the memory with the positions that the projections of queries and keys see."""

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import Places, attention_of
+from megatron_style.model.attention import Places, Side, attention_of
 from megatron_style.model.compression import compression_of
 from megatron_style.model.memory import Seen
+from megatron_style.model.routing import routing_attention
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
@@ -25,13 +26,14 @@ class Attended(NamedTuple):
     x: Tensor  # its output
     seen: Seen  # for the next segment's memory
     auxiliary: Mapping[str, Tensor]  # further losses by name
+    side: Side | None  # of a routing layer
 
 
 class Block(nn.Module):
     ATTENTION = ("attention_norm", "attention", "compression")  # the modules of each sublayer
     FEED_FORWARD = ("ffn_norm", "up", "down")
 
-    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+    def __init__(self, config: ModelConfig, axis: Axis, layer: int) -> None:
         super().__init__()
         D = config.hidden_size
         ffn = config.ffn_size
@@ -39,7 +41,8 @@ class Block(nn.Module):
         self.rates = config.dropout
         self.norm_before = config.norm == "before"
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
-        self.attention = attention_of(config)(config, axis)
+        kind = routing_attention(config, layer) if config.routing else attention_of(config)
+        self.attention = kind(config, axis)
         self.compression = compression_of(config, axis)
         self._loss_weight = 1.0 if config.memory is None else config.memory.loss_weight
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
@@ -50,11 +53,11 @@ class Block(nn.Module):
         """Do the attention sublayer. Its attention input becomes the next segment's memory."""
         tokens = self.attention_norm(x) if self.norm_before else x
         replaced = None if self.compression is None else self.compression(cached, tokens)
-        mixed, loss = self.attention(tokens, cached, pos, noise, replaced)
-        x = x + replicated_dropout(mixed, self.rates.hidden, noise and noise.at("attention"))
+        mixed = self.attention(tokens, cached, pos, noise, replaced)
+        x = x + replicated_dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
         seen = Seen(tokens, None if replaced is None else replaced[1])
-        auxiliary = {} if loss is None else {"compression": self._loss_weight * loss}
-        return Attended(x if self.norm_before else self.attention_norm(x), seen, auxiliary)
+        auxiliary = {} if mixed.loss is None else {"compression": self._loss_weight * mixed.loss}
+        return Attended(x if self.norm_before else self.attention_norm(x), seen, auxiliary, mixed.side)
 
     def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""

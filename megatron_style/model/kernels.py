@@ -55,6 +55,47 @@ def score_distances(distant_BHTE: Tensor, distances_HSE: Tensor) -> Tensor:
     return _by_key((distant_HNE @ distances_HSE.transpose(1, 2)).view(H, B, T, -1))
 
 
+def attend_in_blocks(
+    q_BHTE: Tensor,
+    k_BHTE: Tensor,
+    v_BHTE: Tensor,
+    *,
+    block: int,
+    window: int | None = None,
+    member: Tensor | None = None,
+    dropout: float,
+) -> Tensor:
+    """Attend from each token to its block of tokens up to itself and to the block before: to all of them, or to
+    `window` of them, itself included, and to those that have its `member` number [B, H, T]. At most T x 2 blocks of
+    scores are computed."""
+    T = q_BHTE.shape[2]
+    if block >= T and member is None:
+        return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, is_causal=True, dropout_p=dropout)
+    block = min(block, T)
+    if member is None:
+        member = q_BHTE.new_zeros(1, 1, T, dtype=torch.long)
+    queries = _blocks(q_BHTE, block)
+    keys = _with_block_before(_blocks(k_BHTE, block))
+    values = _with_block_before(_blocks(v_BHTE, block))
+    own = _blocks(member[..., None] + 1, block)  # padding has number 0
+    seen = _with_block_before(own)
+    visible = (own == seen.transpose(2, 3)) & causal_mask(block, seen.shape[2], q_BHTE.device, window=window)
+    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, dropout_p=dropout)
+    return mixed.flatten(1, 2)[:, :T].reshape(q_BHTE.shape)
+
+
+def _blocks(x_BHTE: Tensor, block: int) -> Tensor:
+    """Return the tokens in blocks [B x H, blocks, tokens of a block, E], the last one padded with zeros."""
+    B, H, T, E = x_BHTE.shape
+    padded = F.pad(x_BHTE, (0, 0, 0, -T % block)) if T % block else x_BHTE
+    return padded.reshape(B * H, -(-T // block), block, E)
+
+
+def _with_block_before(x: Tensor) -> Tensor:
+    """Return each block after the one before it, which is zeros for the first of several."""
+    return x if x.shape[1] == 1 else torch.cat([F.pad(x, (0, 0, 0, 0, 1, -1)), x], dim=2)
+
+
 def _by_key(scores: Tensor) -> Tensor:
     """Return scores by key instead of by distance S-1 to 0. The last query finds them in order; each earlier one finds
     its own one column further to the right, and the last columns hold nothing that it may see. With one column more,

@@ -54,7 +54,19 @@ def bands(config: ModelConfig, vocab_size: int) -> tuple[BandShape, ...]:
 def parameters(config: ModelConfig, vocab_size: int) -> Shapes:
     shapes = _inside("vocabulary", _VOCABULARIES[config.vocabulary.kind](config, vocab_size))
     for layer in range(config.layers):
-        shapes |= _inside(f"blocks.{layer}", _block(config))
+        shapes |= _inside(f"blocks.{layer}", _block(config, layer))
+    return shapes
+
+
+def buffers(config: ModelConfig) -> Shapes:
+    """Return the buffers that learn outside the optimizer: the centroids of routing layers."""
+    if config.routing is None:
+        return {}
+    clusters = (config.routing.heads, config.routing.clusters)
+    each = {"means": Shape((*clusters, config.hidden_size // config.heads), 0), "counts": Shape(clusters, 0)}
+    shapes: Shapes = {}
+    for layer in range(config.routing.first_layer, config.layers):
+        shapes |= _inside(f"blocks.{layer}.attention.routed", each)
     return shapes
 
 
@@ -63,12 +75,14 @@ def count_parameters(config: ModelConfig, vocab_size: int, *, ways: int = 1) -> 
     return sum(shape.elements(ways) for shape in parameters(config, vocab_size).values())
 
 
-def _block(config: ModelConfig) -> Shapes:
+def _block(config: ModelConfig, layer: int) -> Shapes:
     D = config.hidden_size
     ffn = config.ffn_size
+    is_routed = config.routing is not None and layer >= config.routing.first_layer
+    attention = _routed_attention if is_routed else _attention_of
     return {
         **_inside("attention_norm", _norm(D)),
-        **_inside("attention", _attention_of(config)),
+        **_inside("attention", attention(config)),
         **_inside("compression", _compression(config)),
         **_inside("ffn_norm", _norm(D)),
         **_inside("up", _column_parallel(D, ffn)),
@@ -76,13 +90,27 @@ def _block(config: ModelConfig) -> Shapes:
     }
 
 
-def _attention(config: ModelConfig) -> Shapes:
+def _attention(config: ModelConfig, heads: int | None = None) -> Shapes:
     D = config.hidden_size
+    width = D // config.heads * (heads or config.heads)
     return {
-        **_inside("query", _column_parallel(D, D)),
-        **_inside("key", _column_parallel(D, D)),
-        **_inside("value", _column_parallel(D, D)),
-        **_inside("out", _row_parallel(D, D)),
+        **_inside("query", _column_parallel(D, width)),
+        **_inside("key", _column_parallel(D, width)),
+        **_inside("value", _column_parallel(D, width)),
+        **_inside("out", _row_parallel(width, D)),
+    }
+
+
+def _routed_attention(config: ModelConfig) -> Shapes:
+    """Return the shapes of local heads, and of routing heads, which have no keys of their own."""
+    assert config.routing is not None
+    D = config.hidden_size
+    width = D // config.heads * config.routing.heads
+    return {
+        **_attention(config, config.heads - config.routing.heads),
+        **_inside("routed.query", _column_parallel(D, width)),
+        **_inside("routed.value", _column_parallel(D, width)),
+        "routed.out.weight": Shape((D, width), 1),
     }
 
 

@@ -56,11 +56,25 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter(Layout((out_features, in_features), 1, draw=weight), axis)
         self.bias = parameter(Layout((out_features,), draw=bias), axis) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, partial: Tensor | None = None) -> Tensor:
+        """Apply the layer. The sum of a `PartialSumLinear` is reduced with its own."""
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        total = reduce_from_shards(F.linear(x, self.weight), self.axis)
+            total = F.linear(x, self.weight, self.bias)
+            return total if partial is None else total + partial
+        own = F.linear(x, self.weight)
+        total = reduce_from_shards(own if partial is None else own + partial, self.axis)
         return total if self.bias is None else total + self.bias
+
+
+class PartialSumLinear(nn.Module):
+    """y = x W^T with the input features split, as partial sums that a `RowParallelLinear` reduces with its own."""
+
+    def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw) -> None:
+        super().__init__()
+        self.weight = parameter(Layout((out_features, in_features), 1, draw=weight), axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class ReplicatedLayerNorm(nn.LayerNorm):

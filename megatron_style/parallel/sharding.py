@@ -63,6 +63,15 @@ def layouts_of(model: nn.Module) -> dict[str, Layout]:
     return {name: layout_of(param) for name, param in model.named_parameters()}
 
 
+def buffer_layouts_of(model: nn.Module) -> dict[str, Layout]:
+    """Return the layouts of the buffers that learn outside the optimizer; a module names its own `learning_buffers`."""
+    found = {}
+    for path, module in model.named_modules():
+        for name, layout in getattr(module, "learning_buffers", {}).items():
+            found[f"{path}.{name}"] = layout
+    return found
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, axis: Axis) -> None:
     """Draw every weight with a key derived from its name, so that all grids start from the same numbers."""
@@ -70,6 +79,8 @@ def initialise(model: nn.Module, seed: int, axis: Axis) -> None:
         layout = layout_of(param)
         if layout.draw is not None:
             _draw_shard(param, layout, derive_key(seed, "initial", name), axis)
+    for name, layout in buffer_layouts_of(model).items():
+        _draw_shard(model.get_buffer(name), layout, derive_key(seed, "initial", name), axis)
 
 
 def _draw_shard(param: Tensor, layout: Layout, key: int, axis: Axis) -> None:
@@ -117,6 +128,11 @@ def normal(std: float) -> Draw:
 def zeros(weight: Tensor, generator: torch.Generator) -> object:
     del generator
     return weight.zero_()
+
+
+def ones(weight: Tensor, generator: torch.Generator) -> object:
+    del generator
+    return weight.fill_(1.0)
 
 
 def xavier(fan_in: int, fan_out: int, gain: float = 1.0) -> Draw:

@@ -89,7 +89,7 @@ def estimate_states(setup: Setup, positions: int = 0) -> StateBytes:
     if zero.offloads_weights:
         host += weights
         weights = 0.0
-    return StateBytes(weights, gradients, optimizer, _buffers(setup) + positions, update, host)
+    return StateBytes(weights + setup.centroid_bytes, gradients, optimizer, _buffers(setup) + positions, update, host)
 
 
 def largest_micro_rows(setup: Setup, stage: Stage, memory: float) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig
 from megatron_style.config.run import RunConfig
-from megatron_style.model.shape import BandShape, bands, parameters
+from megatron_style.model.shape import BandShape, bands, buffers, parameters
 from megatron_style.planning.text import TextFacts
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -99,6 +99,11 @@ class Setup:
     @property
     def parameters(self) -> int:
         return sum(self.parameter_sizes)
+
+    @property
+    def centroid_bytes(self) -> int:
+        """Return the bytes of the centroids and their counts on a tensor-parallel rank, always in full precision."""
+        return _FLOAT * sum(shape.elements(self.tensor) for shape in buffers(self.model).values())
 
     @property
     def bands(self) -> tuple[BandShape, ...]:

@@ -145,6 +145,7 @@ def test_the_learning_rate_is_the_papers() -> None:
         ("wikitext103_shortformer", WIKITEXT_VOCAB, 246_933_504),
         ("wikitext103_sandwich", WIKITEXT_VOCAB, 246_933_504),
         # The authors' code counts 285,170,506 and 151,107,538: it shares u and v among the blocks.
+        ("wikitext103_routing", WIKITEXT_VOCAB, 185_019_392),
         ("wikitext103_transformer_xl", 267_735, 285_170_506 + 17 * 2 * 1024),
         ("wikitext103_transformer_xl_base", 267_735, 151_107_538 + 15 * 2 * 410),
         # Per layer a convolution of 4 tokens, the distances, v and output bias of the slots.

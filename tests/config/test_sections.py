@@ -26,6 +26,10 @@ RUN: dict[str, Any] = {
 }
 
 
+ROUTING = "{heads: 4, clusters: 2, window: 8, local: 8}"
+ROUTED = [f"model.routing={ROUTING}", "model.cache=false", "model.positions=added"]
+
+
 def parsed(*settings: str, without: str | None = None) -> RunConfig:
     data = deepcopy(RUN)
     for setting in settings:
@@ -147,6 +151,12 @@ def test_missing_key(key: str) -> None:
             "model.vocabulary: cutoffs [200, 100] must grow, as in [100, 200]",
         ),
         (["model.sandwich=9"], "model: sandwich (9) must be less than layers (2)"),
+        ([f"model.routing={ROUTING}"], "model: routing needs cache false"),
+        ([f"model.routing={ROUTING}", "model.cache=false"], "model: routing needs positions added, not infused"),
+        ([*ROUTED, "model.routing.heads=8"], "model: routing.heads (8) must be less than heads (8)"),
+        ([*ROUTED, "model.routing.first_layer=2"], "model: routing.first_layer (2) must be less than layers (2)"),
+        ([*ROUTED, "parallel.tensor=8"], "model.routing.heads (4) must be a multiple of parallel.tensor (8)"),
+        ([*ROUTED, "model.routing.assignment=balanced"], "model.routing.assignment is balanced, where later"),
         (
             ["model.memory={compressed: 8, rate: 4}", "model.cache=false"],
             "model: memory compresses what leaves the cache, but cache is false; set cache to true",

@@ -29,11 +29,11 @@ def train_and_spoil(run: RunConfig, after: int, what: str) -> None:
     accumulate = TrainingEngine.accumulate
     seen = 0
 
-    def spoiled(engine: TrainingEngine, loss: torch.Tensor, *, is_last: bool) -> None:
+    def spoiled(engine: TrainingEngine, loss: torch.Tensor, *, is_last: bool, **others: Any) -> None:
         nonlocal seen
         seen += is_last
         spoils = what == "gradients" and seen > after
-        accumulate(engine, loss * torch.inf if spoils else loss, is_last=is_last)
+        accumulate(engine, loss * torch.inf if spoils else loss, is_last=is_last, **others)
 
     def spoiled_held_out(*args: Any) -> HeldOut:
         found = held_out(*args)
@@ -78,7 +78,7 @@ def test_resuming_from_the_sound_one_finishes(folder: Path) -> None:
 def skip_everything(run: RunConfig) -> None:
     accumulate = TrainingEngine.accumulate
 
-    def spoiled(engine: TrainingEngine, loss: torch.Tensor, *, is_last: bool) -> None:
+    def spoiled(engine: TrainingEngine, loss: torch.Tensor, *, is_last: bool, **others: Any) -> None:
         accumulate(engine, loss * torch.inf, is_last=is_last)
 
     with patch.object(TrainingEngine, "accumulate", spoiled), pytest.raises(Diverged, match=r"of 5 steps in a row"):

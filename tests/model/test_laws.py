@@ -138,7 +138,7 @@ def test_token_by_token_equals_segment_by_segment(name: str, L: int, C: int) -> 
     memory = model.empty_memory(2, C)
     with torch.no_grad():
         for segment in text.split(L, 1):
-            x, memory, key, _ = model.features(segment, memory)
+            x, memory, key, *_ = model.features(segment, memory)
             found.append(torch.stack([x, key]))
     features = torch.cat(found, 2)
     decoder = Decoder(model, rows=2, segment_length=L, cache_length=C)

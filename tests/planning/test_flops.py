@@ -43,6 +43,11 @@ def model_config(**changes: Any) -> ModelConfig:
     return ModelConfig.parse(sizes | changes, source="model")
 
 
+def routing_config(**changes: Any) -> ModelConfig:
+    routing = {"heads": 3, "clusters": 5, "window": 8, "local": 4}
+    return model_config(cache=False, positions="added", routing=routing | changes)
+
+
 def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length: int) -> float:
     model = Shortformer(config, VOCAB_SIZE)
     initialise(model, 1, Axis())
@@ -69,6 +74,10 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
         (model_config(positions="relative", norm="after", memory=COMPRESSED), 16, 8),
         (model_config(positions="relative", memory=COMPRESSED | {"function": "max"}), 16, 16),
         (model_config(memory=COMPRESSED), 8, 24),
+        (routing_config(), 16, 0),
+        (routing_config(window=5, local=7), 16, 0),
+        (routing_config(window=30, local=16), 16, 0),
+        (routing_config(first_layer=1), 48, 0),
     ],
 )
 def test_equal_to_torchs_counter(config: ModelConfig, segment_length: int, cache_length: int) -> None:
@@ -92,6 +101,18 @@ def test_only_what_may_be_attended_to_counts_once() -> None:
     once = training_flops_per_token(config, VOCAB_SIZE, **lengths)
     masked = sum(16 - 1 - place for place in range(16)) / 16  # tokens ahead, which a token may not attend to
     assert dense - once == pytest.approx(3 * 2 * 2 * config.layers * config.hidden_size * masked)
+
+
+def test_a_routing_head_counts_the_members_that_a_token_sees() -> None:
+    """In one cluster these are the last `window` tokens; local heads see their block and the one before."""
+    config = routing_config(clusters=1)
+    E = config.hidden_size // config.heads
+    lengths = {"segment_length": 16, "cache_length": 0}
+    dense = training_flops_per_token(config, VOCAB_SIZE, **lengths, causal_once=False)
+    once = training_flops_per_token(config, VOCAB_SIZE, **lengths)
+    routed = sum(2 * 8 - min(8, place + 1) for place in range(16)) / 16
+    local = sum(2 * 4 - (place % 4 + 1 + 4 * (place >= 4)) for place in range(16)) / 16
+    assert dense - once == pytest.approx(3 * 2 * 2 * config.layers * E * (3 * routed + 1 * local))
 
 
 def test_zipfs_law_is_what_is_taken_for_a_corpus_that_is_not_there() -> None:

@@ -23,6 +23,9 @@ ADAPTIVE = {"kind": "adaptive", "cutoffs": [1200, 1700], "factor": 4}
 COMPRESSED = {"compressed": 48, "rate": 4}
 DROPOUT = {"hidden": 0.3, "attention": 0.1, "activation": 0.1, "softmax": 0.2}
 
+CLUSTERS = {"heads": 2, "clusters": 4, "window": 16, "local": 16}
+ROUTED: dict[str, Any] = {"cache": False, "positions": "added", "routing": CLUSTERS}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -84,6 +87,12 @@ MORE_CASES = {
     "compressive, mean": Case(zero=1, model={"positions": "relative", "memory": COMPRESSED | {"function": "mean"}}),
     "compressive, infused": Case(zero=1, model={"memory": COMPRESSED}, cache_length=128),
     "compressive, infused, recompute": Case(zero=1, recompute=True, model={"layers": 6, "memory": COMPRESSED}),
+    "routing": Case(zero=1, model=ROUTED),
+    "routing, tensor parallel, recompute": Case(tensor=2, recompute=True, model=ROUTED | {"layers": 6}),
+    "routing, dropout": Case(zero=1, model=ROUTED | {"dropout": DROPOUT}),
+    "routing from the third layer on": Case(
+        zero=1, segment_length=256, model=ROUTED | {"routing": CLUSTERS | {"first_layer": 2}}
+    ),
     "projections both": Case(zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "projections": "both"}}),
     "projections none": Case(
         zero=1, model={"vocabulary": ADAPTIVE | {"biases": True, "factor": 1, "projections": "none"}}

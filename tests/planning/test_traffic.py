@@ -33,6 +33,11 @@ pytestmark = pytest.mark.slow
 RANKS, MICROS, HIDDEN = 2, 2, 32
 LARGE = 10_000  # bytes: more than a norm or a loss
 COMPRESSED = {"compressed": 8, "rate": 2}
+ROUTED = {
+    "cache": False,
+    "positions": "added",
+    "routing": {"heads": 2, "clusters": 12, "window": 4, "local": 4},
+}
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [10, 20], "factor": 2}
 
 
@@ -44,7 +49,7 @@ class Case:
     half: bool = False  # with gradients that add up in float32
     overlaps: bool = False
     vocabulary: dict[str, Any] = field(default_factory=lambda: {"kind": "tied"})
-    memory: dict[str, Any] | None = None
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def sent_and_planned(case: Case, folder: Path) -> tuple[Sent, Traffic]:
         stages=[{"segment_length": 16, "steps": 4}],
         tokens_per_batch=256,
         micro_rows=256 // 16 // MICROS,
-        model={"hidden_size": HIDDEN, "vocabulary": case.vocabulary, "memory": case.memory},
+        model={"hidden_size": HIDDEN, "vocabulary": case.vocabulary} | case.model,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
         parallel={"tensor": case.tensor, "recompute": case.recompute},
         deepspeed=str(write_ds_config(folder, zero_optimization=zero, **half)),
@@ -122,11 +127,13 @@ def sweep(case: Case) -> Any:
         sweep(Case(zero=1)),
         sweep(Case(zero=3)),
         sweep(Case(zero=1, tensor=2, recompute=True)),
-        sweep(Case(tensor=2, memory=COMPRESSED)),
-        sweep(Case(tensor=2, recompute=True, memory=COMPRESSED)),
+        sweep(Case(tensor=2, model={"memory": COMPRESSED})),
+        sweep(Case(tensor=2, recompute=True, model={"memory": COMPRESSED})),
         sweep(Case(zero=1, half=True)),
         sweep(Case(zero=2, half=True)),
         sweep(Case(zero=3, half=True)),
+        sweep(Case(zero=1, model=ROUTED)),
+        sweep(Case(tensor=2, model=ROUTED)),
     ],
     ids=str,
 )
@@ -143,9 +150,11 @@ def test_traffic_is_what_is_sent(case: Case, tmp_path: Path) -> None:
         sweep(Case(tensor=2)),
         sweep(Case(tensor=2, recompute=True, vocabulary=ADAPTIVE)),
         sweep(Case(tensor=2, vocabulary={"kind": "untied"})),
-        sweep(Case(tensor=2, memory=COMPRESSED)),
-        sweep(Case(tensor=2, recompute=True, memory=COMPRESSED)),
+        sweep(Case(tensor=2, model={"memory": COMPRESSED})),
+        sweep(Case(tensor=2, recompute=True, model={"memory": COMPRESSED})),
         sweep(Case(zero=1, tensor=2, vocabulary=ADAPTIVE)),
+        sweep(Case(tensor=2, model=ROUTED)),
+        sweep(Case(tensor=2, recompute=True, model=ROUTED)),
     ],
     ids=str,
 )

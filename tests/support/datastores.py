@@ -65,7 +65,7 @@ def walk(folder: Path, text: str, dtype: torch.dtype) -> tuple[Array, Array]:
     keys = []
     log_probs = []
     for segment in stream.split(config.segment_length, 1):
-        x, memory, key, _ = model.features(segment, memory)
+        x, memory, key, *_ = model.features(segment, memory)
         keys.append(key[0].double())
         log_probs.append(model.vocabulary.log_probs(x[0]).double())
     return torch.cat(keys).numpy(), torch.cat(log_probs).numpy()

@@ -64,8 +64,8 @@ def _micro_batches(
     for is_last in (False, True):
         gc.collect()  # garbage in reference cycles is not part of the state
         base = live.mark()
-        nll, following, auxiliary, *_ = engine.forward(inputs, targets, cache, Noise(1))
-        made = bytes_of(following.layers)
-        engine.accumulate(nll.mean() + sum(auxiliary.values()), is_last=is_last)
-        del nll, following, auxiliary
+        output = engine.forward(inputs, targets, cache, Noise(1))
+        made = bytes_of(output.memory.layers)
+        engine.accumulate(output.nll.mean() + sum(output.auxiliary.values()), is_last=is_last)
+        del output
     return base, live.peak - base - made

@@ -23,7 +23,7 @@ from megatron_style.formats.formats import open_model
 from megatron_style.formats.model_folder import write_atomically
 from megatron_style.formats.source import ModelSource
 from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel.sharding import initialise
+from megatron_style.parallel.sharding import buffer_layouts_of, initialise
 from megatron_style.parallel.topology import Axis
 
 VOCAB_SIZE = 37
@@ -52,7 +52,8 @@ def read_model(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Shortf
 
 
 def weights_of(model: Shortformer) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return weights | {name: model.get_buffer(name).clone() for name in buffer_layouts_of(model)}
 
 
 def tiny_dictionary(vocab_size: int = VOCAB_SIZE) -> WordDictionary:
