@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -64,11 +64,18 @@ def start(name: str) -> NoReturn:
 
 
 def _start_training() -> NoReturn:
-    """Read flags and install signal handlers before the imports, which take seconds: a wrong flag is reported at once,
-    and no signal is lost meanwhile."""
-    parse_train_arguments()
+    """Read flags and run file and install signal handlers before the imports, which take seconds: what is wrong is
+    reported at once, and no signal is lost meanwhile."""
+    run_file, settings = parse_train_arguments()
     signals = StopSignals(react=leave_early)
-    run_command(lambda: import_module("megatron_style.train").main(signals))
+    run_command(lambda: _train(run_file, settings, signals))
+
+
+def _train(run_file: Path, settings: Sequence[str], signals: StopSignals) -> None:
+    from megatron_style.config.run import load_run  # imports pydantic, for which a wrong flag need not wait
+
+    run = load_run(run_file, settings)
+    import_module("megatron_style.train").train(run, signals)
 
 
 def show_help(program: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from megatron_style.__main__ import start
 
-    start("train")  # parses the flags first, then imports this file and calls main: the imports below take seconds
+    start("train")  # reads the run file first, then imports this file and calls train: the imports below take seconds
 
 import math
 import time
@@ -38,9 +38,8 @@ _LAST = 3  # updates that must not all be skipped at the end; in fp16 a single o
 _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
-def main(signals: StopSignals | None = None) -> None:
-    run_file, settings = parse_train_arguments()
-    train(load_run(run_file, settings), signals)
+def main() -> None:
+    train(load_run(*parse_train_arguments()))
 
 
 def train(run: RunConfig, signals: StopSignals | None = None) -> None:

@@ -43,7 +43,7 @@ from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.model.memory import Memory
+from megatron_style.model.memory import Memory, memory_of
 from megatron_style.parallel.collectives import gather_json
 from megatron_style.parallel.sharding import Fragment, layouts_of
 from megatron_style.parallel.topology import Topology
@@ -308,8 +308,8 @@ class CheckpointStore:
         rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
         wanted = _expected(self._run.model, stage)
         tensors = {name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in wanted}
-        _check_memory(tensors, wanted, folder)
-        return _split(tensors, stage)
+        _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
+        return _split(tensors, self._run.model, stage)
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
@@ -334,10 +334,11 @@ def _fragments(rows: Iterable[Sequence[Any]]) -> tuple[Fragment, ...]:
     return tuple(Fragment(*row) for row in rows)
 
 
-def _split(tensors: Mapping[str, torch.Tensor], stage: Stage) -> tuple[Memory, ...]:
+def _split(tensors: Mapping[str, torch.Tensor], model: ModelConfig, stage: Stage) -> tuple[Memory, ...]:
     """Return one memory for each micro-batch."""
     parts = zip(*(tensor.split(stage.micro_rows) for tensor in tensors.values()), strict=True)
-    return tuple(Memory.from_tensors(dict(zip(tensors, rows, strict=True)), stage.cache_length) for rows in parts)
+    named = (dict(zip(tensors, rows, strict=True)) for rows in parts)
+    return tuple(memory_of(model).from_tensors(part, model, stage.cache_length) for part in named)
 
 
 def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
@@ -362,15 +363,22 @@ def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch
 def _expected(model: ModelConfig, stage: Stage) -> dict[str, torch.Tensor]:
     """Return the tensors of a full memory of all rows, without content."""
     nowhere = torch.empty(0, device="meta")
-    return Memory.full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
+    return memory_of(model).full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
 
 
-def _check_memory(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], folder: Path) -> None:
+def _least_length(model: ModelConfig, stage: Stage) -> int:
+    """Return the length of a memory that has read nothing."""
+    return memory_of(model).length_after(0, model, stage.cache_length)
+
+
+def _check_memory(
+    tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], folder: Path, *, least: int
+) -> None:
     """Refuse caches of other rows or sizes than this model's, and layers that remember different lengths."""
     lengths = {tensor.shape[1] if tensor.dim() > 1 else -1 for tensor in tensors.values()}
     for name, tensor in tensors.items():
         full = wanted[name].shape
-        fits = tensor.dim() == len(full) and tensor.shape[1] <= full[1] and len(lengths) == 1
+        fits = tensor.dim() == len(full) and least <= tensor.shape[1] <= full[1] and len(lengths) == 1
         if not fits or (*tensor.shape[:1], *tensor.shape[2:]) != (*full[:1], *full[2:]):
             raise UserError(
                 f"{folder}: its cache of layer {name} has shape {list(tensor.shape)}; at most {list(full)} is right"

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue
 
-from megatron_style.config.model import Count, EvaluationMode, Width
+from megatron_style.config.model import Count, Width
 from megatron_style.config.section import Section
 
 KeyDtype = Literal["float16", "float32"]
-ComputeDtype = Literal["float32", "float64", "bfloat16"]
 KEY_DTYPES: tuple[KeyDtype, ...] = get_args(KeyDtype)
 _VALUE_BYTES = 4  # int32: the authors' int16 is too small for a vocabulary of 267,744
-
-
-class ReachConfig(Section):
-    """How far relative positions saw."""
-
-    window: PositiveInt | None
-    clamp: PositiveInt | None
-
-
-class WalkConfig(Section):
-    """How the text was read. The fields are those of the protocol of `evaluate`."""
-
-    mode: EvaluationMode
-    segment_length: Count
-    cache_length: NonNegativeInt
-    batch_rows: PositiveInt
-    stride: PositiveInt | None
-    lanes: PositiveInt
-    reach: ReachConfig
-    dtype: ComputeDtype
 
 
 class DatastoreManifest(Section):
@@ -43,7 +22,7 @@ class DatastoreManifest(Section):
     hidden_size: Width
     dtype: KeyDtype
     count: Count
-    walk: WalkConfig
+    walk: dict[str, JsonValue]  # how the text was read: the protocol of `evaluate`, and the dtype of the model
 
     @property
     def key_bytes(self) -> int:

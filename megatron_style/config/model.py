@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.section import Section
@@ -59,6 +59,23 @@ Width = Annotated[int, Field(gt=0, le=2**20)]
 Count = Annotated[int, Field(gt=0, le=2**40)]
 
 
+class CompressionConfig(Section):
+    """The compressed part of a memory (Compressive Transformer): `rate` tokens that leave the cache become one of the
+    `compressed` slots. A convolution is trained by a loss of its own, so that attention to the slots gives what
+    attention to the tokens gave; mean and max have nothing to train."""
+
+    compressed: Annotated[int, Field(gt=0, le=2**40)]
+    rate: Annotated[int, Field(gt=1, le=2**20)]
+    function: Literal["convolution", "mean", "max"] = "convolution"
+    loss_weight: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.function != "convolution" and self.loss_weight != 1:
+            raise ValueError(f"loss_weight ({self.loss_weight}) belongs to function convolution; remove it")
+        return self
+
+
 class RoutingConfig(Section):
     """The Routing Transformer. In layers from `first_layer` on, the first `heads` heads attend to tokens of their own
     cluster; all others attend to blocks of `local` tokens.
@@ -83,6 +100,7 @@ class ModelConfig(Section):
     ffn_size: Width
     positions: Positions = "infused"
     cache: bool = True
+    memory: CompressionConfig | None = None  # what becomes of tokens that leave the cache; None: they are forgotten
     norm: Literal["before", "after"] = "before"  # each sublayer, or each sum of a sublayer and its input
     routing: RoutingConfig | None = None  # absent: every head sees all tokens before
     sandwich: NonNegativeInt = 0  # attention sublayers before the first feed-forward one, besides the first
@@ -97,6 +115,10 @@ class ModelConfig(Section):
             raise ValueError(f"hidden_size ({self.hidden_size}) must be even and at least 4: sine and cosine share it")
         if self.sandwich >= self.layers:
             raise ValueError(f"sandwich ({self.sandwich}) must be less than layers ({self.layers})")
+        if self.memory is not None and not self.cache:
+            raise ValueError("memory compresses what leaves the cache, but cache is false; set cache to true")
+        if self.memory is not None and self.positions == "added":
+            raise ValueError("memory needs positions infused or relative: an added position cannot be compressed")
         if self.routing is not None:
             self._check_routing(self.routing)
         bands = len(self.vocabulary.cutoffs)
@@ -106,6 +128,15 @@ class ModelConfig(Section):
                 f"hidden_size / {self.vocabulary.factor}^{bands}; use fewer cutoffs or a smaller factor"
             )
         return self
+
+    def check_segment(self, length: int, where: str) -> None:
+        """Refuse a segment length that a compressed memory cannot take. `where` names the setting."""
+        if self.memory is not None and length % self.memory.rate:
+            below = length - length % self.memory.rate
+            near = f"{below} or {below + self.memory.rate}" if below else str(self.memory.rate)
+            raise UserError(
+                f"{where} ({length}) must be a multiple of model.memory.rate ({self.memory.rate}); use {near}"
+            )
 
     def _check_routing(self, routing: RoutingConfig) -> None:
         if self.cache:
@@ -170,6 +201,7 @@ class ModelFolderConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self.model.check_segment(self.segment_length, "segment_length")
         cutoffs = self.model.vocabulary.cutoffs
         if max(self.eos, *cutoffs, 0) >= self.vocab_size:
             raise ValueError(

@@ -147,6 +147,7 @@ class RunConfig(Section):
                     f"parallel.micro_tokens ({self.parallel.micro_tokens}) must hold at least one row of "
                     f"stages.{index}.segment_length ({stage.segment_length})"
                 )
+            self.model.check_segment(stage.segment_length, f"stages.{index}.segment_length")
             if stage.cache_length and not self.model.cache:
                 raise ValueError(f"stages.{index}.cache_length is {stage.cache_length}, but model.cache is false")
             if tokens % stage.segment_length:

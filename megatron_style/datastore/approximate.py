@@ -87,7 +87,7 @@ class ApproximateSearch:
             raise UserError(f"{path}: no such file; `neighbours index {store.folder}` makes it, or leave out --probe")
         try:
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             raise UserError(f"{path}: not a complete index of faiss: {error}") from None
         if not hasattr(index, "nprobe") or (index.ntotal, index.d) != store.keys.shape:
             raise UserError(f"{path}: is not an index of these keys; make it again with `neighbours index`")

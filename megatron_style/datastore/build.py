@@ -24,7 +24,7 @@ from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import atomic_folder, put_in_place
 from megatron_style.base.units import size
-from megatron_style.config.datastore import ComputeDtype, DatastoreManifest, KeyDtype
+from megatron_style.config.datastore import DatastoreManifest, KeyDtype
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.datastore.store import KEYS, MANIFEST, VALUE, VALUES, key_dtype, open_datastore, read_manifest
 from megatron_style.inference.scoring import MODES, Progress, Protocol, Reader, Tokens, share
@@ -40,7 +40,7 @@ def make_manifest(
     tokens: Tokens,
     protocol: Protocol,
     dtype: KeyDtype,
-    computed_in: ComputeDtype,
+    computed_in: str,
 ) -> DatastoreManifest:
     text = xxhash.xxh3_128()
     for first in range(0, len(tokens), _BLOCK):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_style.base.errors import RunFailed, UserError
+from megatron_style.base.errors import RunFailed
 from megatron_style.datastore.mixture import (
     by_token,
     log_prob_of,
@@ -59,8 +59,6 @@ class Retrieval:
         if not queries_ND.isfinite().all():
             raise RunFailed("the model's keys are not finite; its weights are damaged, or its training diverged")
         found = self.search(queries_ND, self.k, axis)
-        if not found.distances_Qk[found.rows_Qk >= 0].isfinite().all():
-            raise UserError(f"{self.store.folder}: holds keys that are not finite; build it again")
         scores_Nk = neighbour_scores(found.distances_Qk, self.temperature)
         return Remembered(self.store.tokens_at(found.rows_Qk), log_weights(scores_Nk))
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_style.base.errors import UserError
 from megatron_style.parallel.topology import Axis
 
 _ELEMENTS = 2**22  # of the largest array that one step needs
@@ -77,6 +78,8 @@ def squared_distances(keys: NDArray[Any], rows_N: Tensor, queries_QD: Tensor, qu
     for part in np.array_split(np.arange(len(rows_N)), 1 + len(rows_N) * keys.shape[1] // _ELEMENTS):
         differences = keys[rows_N[part].numpy()] - queries[query_N[part].numpy()]
         out_N[part] = np.square(differences, out=differences).sum(1)  # torch would divide a long row among threads
+    if not np.isfinite(out_N).all():  # a distance that is not a number rules nothing out, so all such keys come here
+        raise UserError("--neighbours: the datastore holds keys that are not finite; build it again")
     return torch.from_numpy(out_N)
 
 

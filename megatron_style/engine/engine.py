@@ -28,7 +28,7 @@ from megatron_style.engine.zero_layout import (
     write_fragment,
     write_group,
 )
-from megatron_style.model.memory import Memory
+from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
@@ -119,7 +119,7 @@ class TrainingEngine:
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return Memory.full(self.model.config, rows=rows, capacity=capacity, like=like)
+        return memory_of(self.model.config).full(self.model.config, rows=rows, capacity=capacity, like=like)
 
     def accumulate(self, loss: Tensor, *, is_last: bool, tally: Tensor | None = None) -> None:
         """Add this micro-batch's gradient; the last one triggers the data-parallel mean. A routing model's `tally` is

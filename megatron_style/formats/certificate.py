@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from megatron_style import __version__
 from megatron_style.base.errors import UserError
-from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.formats.source import ModelSource, tensors_of
-from megatron_style.model.attention import ATTENTIONS, Places
+from megatron_style.model.attention import Places, attention_of
 from megatron_style.model.block import Block
-from megatron_style.model.memory import Memory
+from megatron_style.model.memory import memory_of
 from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, tag
@@ -127,11 +127,11 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
     length = segment_of(config)
     with torch.device("meta"):
         model = Shortformer(config.model, config.vocab_size)
-    model.positions = ATTENTIONS[config.model.positions].positions(config.model.hidden_size).double()
+    model.positions = attention_of(config.model).positions(config.model.hidden_size).double()
     capacity = min(config.cache_length, length)
     with _materialised(model.vocabulary, "vocabulary", source):
         entered = [
-            model.enter(ids, remembered=min(capacity, index * length))
+            model.enter(ids, remembered=memory_of(config.model).length_after(index * length, config.model, capacity))
             for index, ids in enumerate(text[None, :-1].split(length, 1))
         ]
     segments = [x for x, _ in entered]
@@ -140,7 +140,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
         if attention is not None:
             block = model.blocks[attention]
             with _materialised(block, f"blocks.{attention}", source, only=Block.ATTENTION):
-                segments = list(_attended(block, segments, positions, capacity))
+                segments = list(_attended(block, segments, positions, capacity, config.model))
         if feed_forward is not None:
             block = model.blocks[feed_forward]
             with _materialised(block, f"blocks.{feed_forward}", source, only=Block.FEED_FORWARD):
@@ -151,9 +151,12 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
         return torch.cat([model.vocabulary.nll(x_ND, wanted, None) for x_ND, wanted in parts]).numpy()
 
 
-def _attended(block: Block, segments: Sequence[Tensor], positions: Sequence[Places], capacity: int) -> Iterator[Tensor]:
+def _attended(
+    block: Block, segments: Sequence[Tensor], positions: Sequence[Places], capacity: int, config: ModelConfig
+) -> Iterator[Tensor]:
     """Yield a block's attention output for each segment. Its memory of the segment before is its own input there."""
-    memory = Memory((segments[0][:, :0],), capacity)
+    one_layer = config.model_copy(update={"layers": 1})
+    memory = memory_of(config).empty(one_layer, rows=1, capacity=capacity, like=segments[0])
     for x, pos in zip(segments, positions, strict=True):
         attended = block.attend(x, memory.layers[0], pos, None)
         memory = memory.advance([attended.seen])

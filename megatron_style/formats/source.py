@@ -38,7 +38,7 @@ def unheld(config: Section, holds: Holds, prefix: str = "") -> Iterator[tuple[st
     for name, field in type(config).model_fields.items():
         key = prefix + name
         value = getattr(config, name)
-        is_optional = field.default is None  # the section itself is a setting
+        is_optional = not field.is_required() and field.default is None  # a section that is there at all counts
         if key not in holds and isinstance(value, Section) and not is_optional:
             yield from unheld(value, holds, f"{key}.")
         elif not field.is_required() and value not in holds.get(key, (field.default,)):

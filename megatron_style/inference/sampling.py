@@ -15,7 +15,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder, Reading
 from megatron_style.inference.next_token import NextToken, Predict, by_model, pick
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.attention import attention_of
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 
@@ -86,7 +86,7 @@ class Reencoder:
         device = self._model.positions.table.device
         for segment in torch.tensor([*open_segment, *ids], device=device).split(self._segment_length):
             before = cache
-            x_BTD, cache, key_BTD = self._model.features(segment[None], before)
+            x_BTD, cache, key_BTD, *_ = self._model.features(segment[None], before)
         self._rows[row] = segment.tolist(), before
         return Reading(x_BTD[0, -1], key_BTD[0, -1])
 
@@ -105,7 +105,7 @@ def stacked(rows: Sequence[Reading]) -> Reading:
 def open_walk(model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> Walk:
     if problem := model.config.foresight:
         raise UserError(problem)
-    kind = Decoder if ATTENTIONS[model.config.positions].can_decode else Reencoder
+    kind = Decoder if attention_of(model.config).can_decode else Reencoder
     return kind(model, rows=rows, segment_length=segment_length, cache_length=cache_length)
 
 

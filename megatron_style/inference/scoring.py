@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.attention import attention_of
 from megatron_style.model.memory import UNLIMITED, Memory, Reach
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.topology import Axis
@@ -40,6 +40,7 @@ class Protocol:
     mode: EvaluationMode
     segment_length: int
     cache_length: int = 0
+    compressed: int = 0  # tokens before the cache of which a compressed memory is made
     batch_rows: int = 1  # windows at once
     stride: int | None = None  # tokens of a window that count; None: all
     lanes: int = 1  # of a walk; one is exact, each further one starts with a limited context
@@ -78,6 +79,7 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
     """Return the protocol for a text of `tokens` tokens, or refuse a flag that the mode would ignore. `where` names the
     model in messages."""
     length = request.segment_length or config.segment_length
+    config.model.check_segment(length, "--segment-length")
     if problem := config.model.foresight:
         raise UserError(f"{where}: {problem}")
     for name, size in config.model.split_sizes.items():
@@ -239,7 +241,7 @@ class Cached(Mode[range]):
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
         _refuse(request, "stride", needs="sliding")
-        if not config.model.cache and not ATTENTIONS[config.model.positions].can_decode:
+        if not config.model.cache and not attention_of(config.model).can_decode:
             raise UserError(
                 f"{where}: was trained with added positions and no cache, and --mode {request.mode} would ruin it "
                 f"(the paper measured a perplexity of 41.59 that way); use --mode nonoverlapping"
@@ -253,20 +255,27 @@ class Cached(Mode[range]):
             raise UserError(f"--lanes {lanes}: the text has only {segments} segments of {length}")
         cache_length = request.cache_length or config.cache_length or length
         reach = self._reach(request, config, cache_length, where)
-        return Protocol(request.mode, length, cache_length=cache_length, lanes=lanes, reach=reach)
+        memory = config.model.memory
+        compressed = 0 if memory is None else memory.compressed * memory.rate
+        return Protocol(
+            request.mode, length, cache_length=cache_length, compressed=compressed, lanes=lanes, reach=reach
+        )
 
     def _reach(self, request: Request, config: ModelFolderConfig, cache_length: int, where: str) -> Reach:
         for flag in ("same_length", "clamp_distance"):
             if getattr(request, flag) is not None and config.model.positions != "relative":
                 name = f"--{flag.replace('_', '-')}"
                 raise UserError(f"{name}: needs relative positions, and {where} has {config.model.positions} ones")
+            if getattr(request, flag) is not None and config.model.memory is not None:
+                name = f"--{flag.replace('_', '-')}"
+                raise UserError(f"{name}: is about distances of tokens, and {where} has a compressed memory; remove it")
         return Reach(cache_length if request.same_length else None, request.clamp_distance)
 
     def contexts(self, protocol: Protocol, tokens: int) -> tuple[int, int]:
         if protocol.reach.window is not None:
             return protocol.reach.window, protocol.reach.window
-        most = protocol.cache_length + protocol.segment_length
-        return protocol.cache_length + 1, min(tokens, most)
+        before = protocol.compressed + protocol.cache_length
+        return before + 1, min(tokens, before + protocol.segment_length)
 
     def units(self, tokens: int, protocol: Protocol) -> Iterable[range]:
         return _cut_lanes(tokens, protocol)
@@ -287,7 +296,7 @@ class TokenByToken(Cached):
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
         found = super().protocol(request, config, length, tokens=tokens, where=where)
-        if not ATTENTIONS[config.model.positions].can_decode:
+        if not attention_of(config.model).can_decode:
             kind = config.model.positions
             raise UserError(f"{where}: has {kind} positions, so a cached token cannot be read again; use --mode cached")
         if request.tensor > 1:
@@ -382,7 +391,7 @@ def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
 
 def _warm_from(lane: range, protocol: Protocol) -> int:
     """Return the token at which a lane must start to read, so that its memory is full at its first token."""
-    before = -(-protocol.cache_length // protocol.segment_length)
+    before = -(-(protocol.compressed + protocol.cache_length) // protocol.segment_length)
     return max(0, lane.start - before * protocol.segment_length)
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig, Positions
-from megatron_style.model.kernels import attend, attend_with_distances, causal_mask
+from megatron_style.model.compression import KeysValues, Replaced, leaving, reconstruction_loss
+from megatron_style.model.kernels import attend, attend_with_distances, causal_mask, score_distances
 from megatron_style.model.memory import UNLIMITED, Reach
 from megatron_style.model.positions import SinusoidalPositions, distance_sinusoids, sinusoids
 from megatron_style.parallel.collectives import copy_to_shards
@@ -41,10 +42,10 @@ class Mixed(NamedTuple):
 
     x: Tensor
     side: Side | None = None
+    loss: Tensor | None = None  # of what the tokens that leave the memory are compressed to
 
 
 Places = Tensor | Distances | None  # what a kind of positions passes to every block
-KeysValues = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
@@ -52,6 +53,8 @@ class Attention(nn.Module):
 
     can_decode: ClassVar[bool] = False  # an added position cannot be removed from a cached token when the token moves
     has_biases: ClassVar[bool] = True
+    has_output_bias: ClassVar[bool] = True
+    projects_positions: ClassVar[bool] = False  # True if queries and keys are projections of tokens with positions
 
     def __init__(self, config: ModelConfig, axis: Axis, heads: int | None = None) -> None:
         """Make all heads of a model, or the first `heads` of them."""
@@ -61,12 +64,15 @@ class Attention(nn.Module):
         width = self.head_size * (heads or config.heads)
         self.axis = axis
         self.dropout = config.dropout.attention
+        self.slots = 0 if config.memory is None else config.memory.compressed
+        self.rate = 1 if config.memory is None else config.memory.rate
         bias = uniform(D**-0.5) if self.has_biases else None
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": bias}
         self.query = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
         self.key = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
         self.value = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
-        self.out = RowParallelLinear(width, D, axis=axis, weight=xavier(D, D), bias=zeros if self.has_biases else None)
+        out_bias = zeros if self.has_output_bias else None
+        self.out = RowParallelLinear(width, D, axis=axis, weight=xavier(D, D), bias=out_bias)
 
     @staticmethod
     def positions(size: int) -> SinusoidalPositions:
@@ -80,20 +86,39 @@ class Attention(nn.Module):
         assert reach == UNLIMITED, "only relative positions have a reach"
         return x_BTD + positions(x_BTD.shape[1]).to(x_BTD.dtype), None
 
-    def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Mixed:
+    def forward(
+        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+    ) -> Mixed:
         x_BTD = copy_to_shards(x_BTD, self.axis)
-        return Mixed(self.out(self.mixture(x_BTD, cached_BCD, pos, noise)))
+        mixture_BTD, loss = self.mixture(x_BTD, cached_BCD, pos, noise, replaced)
+        return Mixed(self.out(mixture_BTD), loss=loss)
 
-    def mixture(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Tensor:
-        """Return what this rank's heads give the output projection, [B, T, H x E]."""
+    def mixture(
+        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what this rank's heads give the output projection [B, T, H x E] and, if what tokens are replaced by is
+        trained, the loss of that."""
         placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
-        queries = self._heads(self.query(placed_BTD))
+        slots: tuple[Tensor, ...] = ()
+        if replaced is not None and replaced[1].requires_grad:
+            slots = (copy_to_shards(replaced[1], self.axis),)
+        # A loss without positions needs queries and keys without them, of the segment and of the tokens that leave.
+        unplaced = (x_BTD.detach(), replaced[0]) if replaced and slots and self.projects_positions else ()
+        queries, *own_queries = self._projected(self.query, placed_BTD, frozen=unplaced[:1])
         # The memory is projected apart from the segment: no gradient has to flow back to it.
-        keys, cached_keys = map(self._heads, self.key(placed_BTD, placed_BCD))
-        values, cached_values = map(self._heads, self.value(x_BTD, cached_BCD))
+        keys, cached_keys, *own_keys = self._projected(self.key, placed_BTD, placed_BCD, frozen=(*slots, *unplaced[1:]))
+        values, cached_values, *own_values = self._projected(self.value, x_BTD, cached_BCD, frozen=slots)
         dropout = self.dropout if noise is not None else 0.0
         mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
-        return mixed_BHTE.transpose(1, 2).flatten(2)
+        mixture_BTD = mixed_BHTE.transpose(1, 2).flatten(2)
+        if not slots:
+            return mixture_BTD, None
+        slot_keys, slot_values = own_keys[0], own_values[0]
+        tokens = slot_keys.shape[2] * self.rate
+        left_keys = own_keys[1] if unplaced else leaving(cached_keys, keys, self.slots, tokens)
+        left_values = leaving(cached_values, values, self.slots, tokens)
+        own = own_queries[0] if unplaced else queries.detach()
+        return mixture_BTD, reconstruction_loss(own, (left_keys, left_values), (slot_keys, slot_values), self.axis)
 
     def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
         """Return the segment and the memory with the positions that the projections of queries and keys see."""
@@ -105,6 +130,13 @@ class Attention(nn.Module):
         del pos
         return attend(queries, cached, inside, dropout=dropout)
 
+    def _projected(
+        self, layer: ColumnParallelLinear, *inputs: Tensor, frozen: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return projections by heads; those of `frozen` inputs give the layer no gradient."""
+        outputs = layer(*inputs, *frozen, frozen=len(frozen))
+        return tuple(map(self._heads, outputs if isinstance(outputs, tuple) else (outputs,)))
+
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:2], x.shape[2] // self.head_size, self.head_size).transpose(1, 2)
 
@@ -114,6 +146,7 @@ class InfusedAttention(Attention):
     tokens can be attended to at other positions."""
 
     can_decode = True
+    projects_positions = True
 
     @staticmethod
     def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
@@ -134,10 +167,12 @@ class RelativeAttention(Attention):
 
     can_decode = True
     has_biases = False
+    has_output_bias = False
 
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__(config, axis)
         D = config.hidden_size
+        self.bias_scale = 1.0  # of u and v before scores are divided by the root of E
         layout = Layout((config.heads, self.head_size), 0, draw=normal(0.02))
         self.content_bias = parameter(layout, axis)  # u
         self.distance_bias = parameter(layout, axis)  # v
@@ -159,10 +194,38 @@ class RelativeAttention(Attention):
     def mixed(self, queries: Tensor, cached: KeysValues, inside: KeysValues, pos: Places, dropout: float) -> Tensor:
         assert isinstance(pos, Distances), "there are no distances"
         keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
-        distances_HSE = self._heads(self.distance(pos.table_SD[None]))[0]
-        content = queries + self.content_bias[:, None]
-        distant = queries + self.distance_bias[:, None]
-        return attend_with_distances(content, distant, keys, values, distances_HSE, pos.hidden_TS, dropout=dropout)
+        content = queries + self._scaled(self.content_bias)
+        scores_HBTS = self._distance_scores(queries, pos.table_SD)
+        return attend_with_distances(content, keys, values, scores_HBTS, pos.hidden_TS, dropout=dropout)
+
+    def _distance_scores(self, queries: Tensor, table_SD: Tensor) -> Tensor:
+        distances_HSE = self._heads(self.distance(table_SD[None]))[0]
+        return score_distances(queries + self._scaled(self.distance_bias), distances_HSE)
+
+    def _scaled(self, bias_HE: Tensor) -> Tensor:
+        return bias_HE[:, None] * self.bias_scale if self.bias_scale != 1 else bias_HE[:, None]
+
+
+class CompressiveRelativeAttention(RelativeAttention):
+    """The Compressive Transformer's attention. Compressed slots have a projection of distances and a v of their own,
+    and the distances that they would have directly before the segment. u and v are not divided by the root of E."""
+
+    has_output_bias = True
+
+    def __init__(self, config: ModelConfig, axis: Axis) -> None:
+        super().__init__(config, axis)
+        assert config.memory is not None
+        D = config.hidden_size
+        self.bias_scale = self.head_size**0.5
+        self.slot_bias = parameter(Layout((config.heads, self.head_size), 0, draw=normal(0.02)), axis)
+        self.slot_distance = ColumnParallelLinear(D, D, axis=axis, weight=xavier(D, D, gain=2**-0.5), bias=None)
+
+    def _distance_scores(self, queries: Tensor, table_SD: Tensor) -> Tensor:
+        C = self.slots
+        near_SD = table_SD[-(C + queries.shape[2]) :]
+        slots_HSE = self._heads(self.slot_distance(near_SD[None]))[0]
+        of_slots = score_distances(queries + self._scaled(self.slot_bias), slots_HSE)[..., :C]
+        return torch.cat([of_slots, super()._distance_scores(queries, table_SD[C:])], dim=-1)
 
 
 ATTENTIONS: Mapping[Positions, type[Attention]] = {
@@ -170,3 +233,13 @@ ATTENTIONS: Mapping[Positions, type[Attention]] = {
     "infused": InfusedAttention,
     "relative": RelativeAttention,
 }
+COMPRESSIVE_ATTENTIONS: Mapping[Positions, type[Attention]] = {
+    "infused": InfusedAttention,  # slots have the first positions, and the tokens of the memory those after them
+    "relative": CompressiveRelativeAttention,
+}
+
+
+def attention_of(config: ModelConfig) -> type[Attention]:
+    """Return the kind of a model's attention."""
+    kinds = ATTENTIONS if config.memory is None else COMPRESSIVE_ATTENTIONS
+    return kinds[config.positions]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS, Places, Side
+from megatron_style.model.attention import Places, Side, attention_of
+from megatron_style.model.compression import compression_of
+from megatron_style.model.memory import Seen
 from megatron_style.model.routing import routing_attention
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
@@ -20,13 +23,14 @@ from megatron_style.parallel.topology import Axis
 class Attended(NamedTuple):
     """The result of an attention sublayer."""
 
-    x: Tensor
-    seen: Tensor  # its attention input, which becomes the next segment's memory
+    x: Tensor  # its output
+    seen: Seen  # for the next segment's memory
+    auxiliary: Mapping[str, Tensor]  # further losses by name
     side: Side | None  # of a routing layer
 
 
 class Block(nn.Module):
-    ATTENTION = ("attention_norm", "attention")  # the modules of each sublayer
+    ATTENTION = ("attention_norm", "attention", "compression")  # the modules of each sublayer
     FEED_FORWARD = ("ffn_norm", "up", "down")
 
     def __init__(self, config: ModelConfig, axis: Axis, layer: int) -> None:
@@ -37,17 +41,23 @@ class Block(nn.Module):
         self.rates = config.dropout
         self.norm_before = config.norm == "before"
         self.attention_norm = ReplicatedLayerNorm(D, axis=axis)
-        kind = routing_attention(config, layer) if config.routing else ATTENTIONS[config.positions]
+        kind = routing_attention(config, layer) if config.routing else attention_of(config)
         self.attention = kind(config, axis)
+        self.compression = compression_of(config, axis)
+        self._loss_weight = 1.0 if config.memory is None else config.memory.loss_weight
         self.ffn_norm = ReplicatedLayerNorm(D, axis=axis)
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
     def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> Attended:
-        seen = self.attention_norm(x) if self.norm_before else x
-        mixed = self.attention(seen, cached, pos, noise)
+        """Do the attention sublayer. Its attention input becomes the next segment's memory."""
+        tokens = self.attention_norm(x) if self.norm_before else x
+        replaced = None if self.compression is None else self.compression(cached, tokens)
+        mixed = self.attention(tokens, cached, pos, noise, replaced)
         x = x + replicated_dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
-        return Attended(x if self.norm_before else self.attention_norm(x), seen, mixed.side)
+        seen = Seen(tokens, None if replaced is None else replaced[1])
+        auxiliary = {} if mixed.loss is None else {"compression": self._loss_weight * mixed.loss}
+        return Attended(x if self.norm_before else self.attention_norm(x), seen, auxiliary, mixed.side)
 
     def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""

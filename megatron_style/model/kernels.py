@@ -34,22 +34,25 @@ def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, 
 
 def attend_with_distances(
     content_BHTE: Tensor,
-    distant_BHTE: Tensor,
     keys_BHSE: Tensor,
     values_BHSE: Tensor,
-    distances_HSE: Tensor,
+    distance_scores_HBTS: Tensor,
     hidden_TS: Tensor,
     *,
     dropout: float,
 ) -> Tensor:
     """Attend by the sum of two scores: of content and key, and of a query and the distance to the key. The second is a
     bias of T x S numbers for each head, which no fused CPU kernel differentiates."""
-    B, H, T, E = content_BHTE.shape
+    bias_BHTS = distance_scores_HBTS.transpose(0, 1).masked_fill(hidden_TS, -torch.inf)
+    return F.scaled_dot_product_attention(content_BHTE, keys_BHSE, values_BHSE, attn_mask=bias_BHTS, dropout_p=dropout)
+
+
+def score_distances(distant_BHTE: Tensor, distances_HSE: Tensor) -> Tensor:
+    """Return the scores of queries and their distances to the keys [H, B, T, S], given the distances S-1 to 0."""
+    B, H, T, E = distant_BHTE.shape
     # One product for all rows; with a dim for rows, torch would copy the distances for each of them.
     distant_HNE = (distant_BHTE * E**-0.5).transpose(0, 1).flatten(1, 2)
-    by_distance_HBTS = (distant_HNE @ distances_HSE.transpose(1, 2)).view(H, B, T, -1)
-    bias_BHTS = _by_key(by_distance_HBTS).transpose(0, 1).masked_fill(hidden_TS, -torch.inf)
-    return F.scaled_dot_product_attention(content_BHTE, keys_BHSE, values_BHSE, attn_mask=bias_BHTS, dropout_p=dropout)
+    return _by_key((distant_HNE @ distances_HSE.transpose(1, 2)).view(H, B, T, -1))
 
 
 def attend_in_blocks(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from megatron_style.config.model import ModelConfig
+from megatron_style.config.model import CompressionConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,32 +24,46 @@ class Reach:
 UNLIMITED = Reach()
 
 
+class Seen(NamedTuple):
+    """What a layer adds to its memory after a segment."""
+
+    tokens: Tensor  # its attention input
+    compressed: Tensor | None = None  # made of the tokens that leave the memory
+
+
 @dataclass(frozen=True)
 class Memory:
     """`layers[i]` is [rows, length, hidden]: layer i's attention input (what its projections read), without positions
     and without gradient. It holds at most the last `capacity` tokens.
 
     All code that keeps, saves, loads or measures a memory uses these methods, so that another kind of memory is another
-    class with the same ones."""
+    class with the same ones, and a row of `MEMORIES`."""
 
     layers: tuple[Tensor, ...]
     capacity: int
     reach: Reach = UNLIMITED
 
     @classmethod
-    def empty(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor, reach: Reach = UNLIMITED) -> Memory:
+    def empty(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor, reach: Reach = UNLIMITED) -> Self:
         """Return the memory of rows that have read nothing yet."""
-        return replace(cls._of_length(config, rows, 0, capacity, like), reach=reach)
+        length = cls.length_after(0, config, capacity)
+        return replace(cls._of_length(config, rows, length, capacity, like), reach=reach)
 
     @classmethod
-    def full(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor) -> Memory:
+    def full(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor) -> Self:
         """Return a memory of zeros, of the size that rows have in the middle of a text."""
-        return cls._of_length(config, rows, capacity, capacity, like)
+        return cls._of_length(config, rows, cls.length_after(capacity, config, capacity), capacity, like)
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], capacity: int) -> Memory:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], config: ModelConfig, capacity: int) -> Self:
         """Return the memory that was saved as `tensors`."""
-        return cls(tuple(tensors[name] for name in sorted(tensors, key=int)), capacity)
+        return cls._of(tuple(tensors[name] for name in sorted(tensors, key=int)), config, capacity)
+
+    @classmethod
+    def length_after(cls, tokens: int, config: ModelConfig, capacity: int) -> int:
+        """Return the length of the memory of rows that have read `tokens` tokens."""
+        del config
+        return min(tokens, capacity)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -62,18 +78,62 @@ class Memory:
     def rows(self) -> int:
         return self.layers[0].shape[0]
 
-    def advance(self, seen: Sequence[Tensor]) -> Memory:
+    def advance(self, seen: Sequence[Seen]) -> Self:
         """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""
         pairs = zip(self.layers, seen, strict=True)
-        return replace(self, layers=tuple(self._last(old, new.detach()) for old, new in pairs))
+        return replace(self, layers=tuple(self._next(old, new) for old, new in pairs))
 
-    def _last(self, old: Tensor, new: Tensor) -> Tensor:
-        if new.shape[1] == self.capacity:
-            return new
-        kept_old = max(0, min(old.shape[1], self.capacity - new.shape[1]))
-        kept_new = min(new.shape[1], self.capacity)
-        return torch.cat([old[:, old.shape[1] - kept_old :], new[:, new.shape[1] - kept_new :]], dim=1)
+    def _next(self, old: Tensor, new: Seen) -> Tensor:
+        if new.tokens.shape[1] == self.capacity:
+            return new.tokens.detach()
+        return torch.cat(_last(self.capacity, old, new.tokens.detach()), dim=1)
 
     @classmethod
-    def _of_length(cls, config: ModelConfig, rows: int, length: int, capacity: int, like: Tensor) -> Memory:
-        return cls(tuple(like.new_zeros(rows, length, config.hidden_size) for _ in range(config.layers)), capacity)
+    def _of_length(cls, config: ModelConfig, rows: int, length: int, capacity: int, like: Tensor) -> Self:
+        layers = tuple(like.new_zeros(rows, length, config.hidden_size) for _ in range(config.layers))
+        return cls._of(layers, config, capacity)
+
+    @classmethod
+    def _of(cls, layers: tuple[Tensor, ...], config: ModelConfig, capacity: int) -> Self:
+        del config
+        return cls(layers, capacity)
+
+
+@dataclass(frozen=True)
+class CompressiveMemory(Memory):
+    """Each layer begins with `slots` compressed ones, made of tokens that have left the memory; the last `capacity`
+    tokens follow. Both begin as zeros, which are attended to, as in the authors' code: it is always full."""
+
+    slots: int = 0
+
+    @classmethod
+    def length_after(cls, tokens: int, config: ModelConfig, capacity: int) -> int:
+        del tokens
+        assert config.memory is not None
+        return config.memory.compressed + capacity
+
+    def _next(self, old: Tensor, new: Seen) -> Tensor:
+        assert new.compressed is not None, "this model does not compress"
+        compressed, tokens = old.split([self.slots, self.capacity], dim=1)
+        kept = _last(self.slots, compressed, new.compressed.detach())
+        return torch.cat([*kept, *_last(self.capacity, tokens, new.tokens.detach())], dim=1)
+
+    @classmethod
+    def _of(cls, layers: tuple[Tensor, ...], config: ModelConfig, capacity: int) -> Self:
+        assert config.memory is not None
+        return cls(layers, capacity, slots=config.memory.compressed)
+
+
+MEMORIES: Mapping[type, type[Memory]] = {NoneType: Memory, CompressionConfig: CompressiveMemory}
+
+
+def memory_of(config: ModelConfig) -> type[Memory]:
+    """Return the kind of a model's memory."""
+    return MEMORIES[type(config.memory)]
+
+
+def _last(count: int, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parts of two stretches of text that hold their last `count` tokens."""
+    kept_new = min(new.shape[1], count)
+    kept_old = min(old.shape[1], count - kept_new)
+    return old[:, old.shape[1] - kept_old :], new[:, new.shape[1] - kept_new :]

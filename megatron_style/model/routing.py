@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import Assignment, ModelConfig
-from megatron_style.model.attention import Attention, KeysValues, Mixed, Places, Side
+from megatron_style.model.attention import Attention, Mixed, Places, Side
+from megatron_style.model.compression import KeysValues, Replaced
 from megatron_style.model.kernels import attend_in_blocks
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, PartialSumLinear
@@ -209,10 +210,13 @@ class RoutedAttention(LocalAttention):
         super().__init__(config, axis, config.heads - config.routing.heads)
         self.routed = RoutingHeads(config, axis)
 
-    def forward(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None) -> Mixed:
+    def forward(
+        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+    ) -> Mixed:
+        assert replaced is None, "routing has no memory"
         x_BTD = copy_to_shards(x_BTD, self.axis)
         routed = self.routed(x_BTD, self.dropout if noise is not None else 0.0)
-        local = self.mixture(x_BTD, cached_BCD, pos, noise)
+        local, _ = self.mixture(x_BTD, cached_BCD, pos, noise)
         return Mixed(self.out(local, routed.x), routed.side)
 
 

@@ -79,10 +79,11 @@ def _block(config: ModelConfig, layer: int) -> Shapes:
     D = config.hidden_size
     ffn = config.ffn_size
     is_routed = config.routing is not None and layer >= config.routing.first_layer
-    attention = _routed_attention if is_routed else _ATTENTIONS[config.positions]
+    attention = _routed_attention if is_routed else _attention_of
     return {
         **_inside("attention_norm", _norm(D)),
         **_inside("attention", attention(config)),
+        **_inside("compression", _compression(config)),
         **_inside("ffn_norm", _norm(D)),
         **_inside("up", _column_parallel(D, ffn)),
         **_inside("down", _row_parallel(ffn, D)),
@@ -115,10 +116,25 @@ def _routed_attention(config: ModelConfig) -> Shapes:
 
 def _relative_attention(config: ModelConfig) -> Shapes:
     D = config.hidden_size
-    biases = Shape((config.heads, D // config.heads), 0)
     projections = {name: shape for name, shape in _attention(config).items() if name.endswith(".weight")}
     distance = Shape((D, D), 0)
-    return {"content_bias": biases, "distance_bias": biases, **projections, "distance.weight": distance}
+    return {**_biases(config, "content_bias", "distance_bias"), **projections, "distance.weight": distance}
+
+
+def _compressive_relative_attention(config: ModelConfig) -> Shapes:
+    D = config.hidden_size
+    inward = ("query.weight", "key.weight", "value.weight")
+    return {
+        **_biases(config, "content_bias", "distance_bias", "slot_bias"),
+        **{name: Shape((D, D), 0) for name in inward},
+        **_inside("out", _row_parallel(D, D)),
+        "distance.weight": Shape((D, D), 0),
+        "slot_distance.weight": Shape((D, D), 0),
+    }
+
+
+def _biases(config: ModelConfig, *names: str) -> Shapes:
+    return {name: Shape((config.heads, config.hidden_size // config.heads), 0) for name in names}
 
 
 _ATTENTIONS: Mapping[str, Callable[[ModelConfig], Shapes]] = {
@@ -126,6 +142,38 @@ _ATTENTIONS: Mapping[str, Callable[[ModelConfig], Shapes]] = {
     "infused": _attention,
     "relative": _relative_attention,
 }
+_COMPRESSIVE_ATTENTIONS: Mapping[str, Callable[[ModelConfig], Shapes]] = {
+    "infused": _attention,
+    "relative": _compressive_relative_attention,
+}
+
+
+def _attention_of(config: ModelConfig) -> Shapes:
+    kinds = _ATTENTIONS if config.memory is None else _COMPRESSIVE_ATTENTIONS
+    return kinds[config.positions](config)
+
+
+def _no_parameters(config: ModelConfig, rate: int) -> Shapes:
+    del config, rate
+    return {}
+
+
+def _convolution(config: ModelConfig, rate: int) -> Shapes:
+    D = config.hidden_size
+    return {"kernel.weight": Shape((D, rate * D), 1)}
+
+
+_COMPRESSIONS: Mapping[str, Callable[[ModelConfig, int], Shapes]] = {
+    "convolution": _convolution,
+    "mean": _no_parameters,
+    "max": _no_parameters,
+}
+
+
+def _compression(config: ModelConfig) -> Shapes:
+    if config.memory is None:
+        return {}
+    return _COMPRESSIONS[config.memory.function](config, config.memory.rate)
 
 
 def _adaptive(config: ModelConfig, vocab_size: int) -> Shapes:

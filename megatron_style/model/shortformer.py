@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import ATTENTIONS, Distances, Places, Side
+from megatron_style.model.attention import Distances, Places, Side, attention_of
 from megatron_style.model.block import Block
-from megatron_style.model.memory import UNLIMITED, Memory, Reach
+from megatron_style.model.memory import UNLIMITED, Memory, Reach, Seen, memory_of
 from megatron_style.model.routing import CLUSTER_LOSS, RoutedAttention
 from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
@@ -41,16 +41,18 @@ class Features(NamedTuple):
     x: Tensor  # output of the last block, [B, T, D]; there is no final norm
     memory: Memory  # for the next segment of these rows
     key: Tensor  # input of the last feed-forward sublayer, after its norm: the key of a kNN-LM datastore
+    auxiliary: Mapping[str, Tensor]  # further losses by name
+    tally: Tensor | None  # of a routing model, for `move_centroids`: [routing layers, heads, clusters, head size + 1]
 
 
-class Passed(NamedTuple):
-    """The result of a unit: its output, the inputs of its attention and of its feed-forward sublayer, and what the
-    clusters of a routing layer give."""
+class _Ran(NamedTuple):
+    """The result of a unit."""
 
     x: Tensor
-    seen: Tensor | None
-    fed: Tensor | None
-    side: Side | None
+    seen: Seen | None  # by its attention sublayer, if it has one
+    auxiliary: Mapping[str, Tensor]  # further losses of that sublayer
+    fed: Tensor | None  # the input of its feed-forward sublayer, if it has one
+    side: Side | None  # of a routing layer
 
 
 class Shortformer(nn.Module):
@@ -64,11 +66,12 @@ class Shortformer(nn.Module):
         self.recompute = recompute
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
         self.axis = axis
-        self.positions = ATTENTIONS[config.positions].positions(config.hidden_size)
+        self.positions = attention_of(config).positions(config.hidden_size)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(config, axis, i) for i in range(config.layers)))
 
     def empty_memory(self, rows: int, capacity: int, reach: Reach = UNLIMITED) -> Memory:
-        return Memory.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
+        kind = memory_of(self.config)
+        return kind.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
 
     def forward(
         self,
@@ -85,18 +88,12 @@ class Shortformer(nn.Module):
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
         it nothing is dropped. `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
         methods of their own, because ZeRO 3 gathers the weights only inside `forward`."""
-        (x_BTD, memory, key_BTD), sides = self._features(ids_BT, memory, noise)
+        x_BTD, memory, key_BTD, auxiliary, tally = self.features(ids_BT, memory, noise)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
-        return Output(
-            nll_N.view(targets_BT.shape),
-            memory,
-            auxiliary=self._auxiliary(sides),
-            likeliest=following,
-            key=key_BTD if key else None,
-            tally=torch.stack([side.tally for side in sides]) if sides else None,
-        )
+        nll_BT = nll_N.view(targets_BT.shape)
+        return Output(nll_BT, memory, auxiliary, likeliest=following, key=key_BTD if key else None, tally=tally)
 
     def move_centroids(self, tally: Tensor) -> None:
         """Move the centroids of a routing model by the tallies of an update, summed over its micro-batches and ranks.
@@ -105,51 +102,59 @@ class Shortformer(nn.Module):
         for heads, of_layer in zip(routed, tally, strict=True):
             heads.move(of_layer)
 
-    def _auxiliary(self, sides: Sequence[Side]) -> dict[str, Tensor]:
+    def _cluster_loss(self, sides: Sequence[Side]) -> dict[str, Tensor]:
         if not sides:
             return {}
         return {CLUSTER_LOSS: reduce_from_shards(torch.stack([side.loss for side in sides]).sum(), self.axis)}
 
     def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
-        return self._features(ids_BT, memory, noise)[0]
-
-    def _features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None) -> tuple[Features, list[Side]]:
         x, pos = self.enter(ids_BT, memory.length, memory.reach)
         x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
         if isinstance(pos, Distances):
             table = replicated_dropout(pos.table_SD, self.config.dropout.hidden, noise and noise.at("distances"))
             pos = pos._replace(table_SD=table)
         all_seen = []
+        losses = []
         sides = []
         for unit in units(self.config):
-            x, seen, fed, side = self._run(unit, x, memory, pos, noise)
+            x, seen, auxiliary, fed, side = self._run(unit, x, memory, pos, noise)
+            losses.append(auxiliary)
             if seen is not None:
                 all_seen.append(seen)
             if side is not None:
                 sides.append(side)
         assert fed is not None, "the last sublayer is a feed-forward one"
-        return Features(x, memory.advance(all_seen), fed), sides
+        auxiliary = _means(losses) | self._cluster_loss(sides)
+        tally = torch.stack([side.tally for side in sides]) if sides else None
+        return Features(x, memory.advance(all_seen), fed, auxiliary, tally)
 
     def enter(self, ids_BT: Tensor, remembered: int, reach: Reach = UNLIMITED) -> tuple[Tensor, Places]:
         """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
-        return ATTENTIONS[self.config.positions].enter(self.embed(ids_BT), self.positions, remembered, reach)
+        return attention_of(self.config).enter(self.embed(ids_BT), self.positions, remembered, reach)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the token vectors, without positions."""
         scale: float = self.config.hidden_size**0.5
         return self.vocabulary.embed(ids_BT) * scale
 
-    def _run(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> Passed:
+    def _run(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> _Ran:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._sublayers, unit, x, memory, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
         return self._sublayers(unit, x, memory, pos, noise)
 
-    def _sublayers(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> Passed:
+    def _sublayers(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> _Ran:
         seen = None
         fed = None
         side = None
+        auxiliary: Mapping[str, Tensor] = {}
         if (i := unit.attention) is not None:
-            x, seen, side = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
+            x, seen, auxiliary, side = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
         if (i := unit.feed_forward) is not None:
             x, fed = self.blocks[i].feed(x, noise and noise.at(i))
-        return Passed(x, seen, fed, side)
+        return _Ran(x, seen, auxiliary, fed, side)
+
+
+def _means(losses: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of each loss over the layers that have it."""
+    names = dict.fromkeys(name for layer in losses for name in layer)
+    return {name: torch.stack([layer[name] for layer in losses if name in layer]).mean() for name in names}

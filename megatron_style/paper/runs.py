@@ -24,7 +24,10 @@ Model = Literal[
     "sandwich_shortformer",
     "transformer_xl",
     "transformer_xl_staged",
+    "compressive",
+    "compressive_shortformer",
 ]
+_OWN_STAGES: frozenset[Model] = frozenset({"transformer_xl", "transformer_xl_staged", "compressive"})
 Text = Literal["wikitext103", "tbc"]
 
 
@@ -97,6 +100,8 @@ def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
         data["model"] |= _sizes(scale.model) | {"dropout": {}, "vocabulary": {"kind": "adaptive", "factor": 1}}
         if sandwich := data["model"].get("sandwich"):
             data["model"]["sandwich"] = max(1, round(sandwich * scale.model.layers / paper_layers))
+        if memory := data["model"].get("memory"):
+            memory["compressed"] = scale.length(memory["compressed"])
         data["data"]["tokens_per_batch"] = scale.tokens_per_batch
         rate = {"peak": scale.peak_rate, "floor": scale.peak_rate / 50, "warmup_steps": scale.steps // 20}
         data["optimizer"] = {"name": "adamw", "learning_rate": rate, "clip_norm": 1.0}
@@ -117,7 +122,7 @@ def _books_name(spec: RunSpec) -> str:
 
 
 def _stages(spec: RunSpec, scale: ExperimentScale) -> list[dict[str, Any]]:
-    if scale.is_paper and spec.model.startswith("transformer_xl"):  # its authors' own extents
+    if scale.is_paper and spec.model in _OWN_STAGES:  # those of its authors
         return list(_paper_file(spec, scale)["stages"])
     if scale.is_paper and spec.text == "tbc":  # extents as in its run files: in tokens and epochs
         stages: list[dict[str, Any]] = _paper_file(spec, scale)["stages"]

@@ -69,6 +69,8 @@ CACHE_NO_PIA = RunSpec("ablation_cache_no_pia", 512)
 SANDWICH = RunSpec("sandwich", 3072)
 SANDWICH_SHORTFORMER = RunSpec("sandwich_shortformer", 512, first_length=128, first_epochs=100)
 TRANSFORMER_XL = RunSpec("transformer_xl", 384)
+COMPRESSIVE = RunSpec("compressive", 512)
+COMPRESSIVE_SHORTFORMER = RunSpec("compressive_shortformer", 512, first_length=128, first_epochs=100)
 STAGED_TRANSFORMER_XL = RunSpec("transformer_xl_staged", 384, first_length=128, first_epochs=100)
 
 
@@ -147,7 +149,8 @@ def _table_5() -> Table:
         _model_row(row[0], row[3], (row[2], row[4], row[5]), 3072, "wikitext103", ("test",))
         for row in paper_table(5)["rows"]
     ]
-    for name in ("staged transformer-xl", "sandwich + shortformer", "shortformer + knn-lm"):
+    combined = ("staged transformer-xl", "sandwich + shortformer", "compressive + shortformer", "shortformer + knn-lm")
+    for name in combined:
         rows.append(_model_row(name, "nonoverlapping", (None, None, None), 3072, "wikitext103", ("test",)))
     return Table(5, "Test perplexity", ("train tokens/s", "tokens/s", "test ppl"), tuple(rows))
 
@@ -248,10 +251,14 @@ _COMPARED: Mapping[str, RunSpec] = {  # what the tables that compare models trai
     "sandwich + shortformer": SANDWICH_SHORTFORMER,
     "transformer-xl": TRANSFORMER_XL,
     "staged transformer-xl": STAGED_TRANSFORMER_XL,
+    "compressive": COMPRESSIVE,
+    "compressive + shortformer": COMPRESSIVE_SHORTFORMER,
 }
 _WALKS: Mapping[Model, Evaluation] = {  # how a model with a memory is evaluated; the paper says nonoverlapping
     "pia_cache": CACHED,
     "sandwich_shortformer": CACHED,
+    "compressive": CACHED,
+    "compressive_shortformer": CACHED,
     "transformer_xl": LONG_MEMORY,
     "transformer_xl_staged": LONG_MEMORY,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +11,20 @@ from torch import Tensor, nn
 from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
 from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag, zeros
 from megatron_style.parallel.topology import Axis
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """A linear layer whose weight and bias get no gradient. It keeps the layer, not the weight: a detached weight would
+    hold what ZeRO 3 has gathered until the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: ColumnParallelLinear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight, layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.weight, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -22,9 +38,12 @@ class ColumnParallelLinear(nn.Module):
         self.weight = parameter(Layout((out_features, in_features), 0, draw=weight), axis)
         self.bias = parameter(Layout((out_features,), 0, draw=bias), axis) if bias else None
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Apply the layer to each input. One call serves several inputs, so that ZeRO 3 gathers the weight once."""
-        outputs = tuple(F.linear(x, self.weight, self.bias) for x in inputs)
+    def forward(self, *inputs: Tensor, frozen: int = 0) -> Tensor | tuple[Tensor, ...]:
+        """Apply the layer to each input; the last `frozen` ones give its weight and bias no gradient. One call serves
+        several inputs, so that ZeRO 3 gathers the weight once."""
+        learning = len(inputs) - frozen
+        outputs = tuple(F.linear(x, self.weight, self.bias) for x in inputs[:learning])
+        outputs += tuple(_FrozenLinear.apply(x, self) for x in inputs[learning:])  # type: ignore[no-untyped-call]
         return outputs if len(outputs) > 1 else outputs[0]
 
 

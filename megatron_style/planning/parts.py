@@ -1,7 +1,7 @@
 """The parts of a model, each with its costs: attention, feed-forward and vocabulary.
 
 `memory`, `traffic` and `timing` add them up. A kind of attention or vocabulary is a class, and a row in a table below.
-Symbols: D hidden size, L segment length, C cache length, S their sum, e bytes per weight.
+Symbols: D hidden size, L segment length, C the length of the memory before it, S their sum, e bytes per weight.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_style.config.model import ModelConfig, RoutingConfig
+from megatron_style.config.model import CompressionConfig, ModelConfig, RoutingConfig
 from megatron_style.planning.setup import Setup
 from megatron_style.schedule.stages import Stage
 
@@ -38,8 +38,18 @@ class MicroBatch:
 
     @property
     def keys(self) -> int:
-        """Return the number of tokens attended to: the cache's and the segment's."""
-        return self.stage.micro_rows * (self.stage.segment_length + self.stage.cache_length)
+        """Return the number of tokens attended to: the memory's and the segment's."""
+        return self.stage.micro_rows * (self.stage.segment_length + self.remembered)
+
+    @property
+    def slots(self) -> int:
+        """Return the compressed slots of the memory."""
+        return 0 if self.model.memory is None else self.model.memory.compressed
+
+    @property
+    def remembered(self) -> int:
+        """Return the length of the memory: its cached tokens and its compressed slots."""
+        return self.stage.cache_length + self.slots
 
     @property
     def vector_bytes(self) -> int:
@@ -74,7 +84,7 @@ class Attention:
         """Return the multiplications per token of a forward pass; with `causal_once`, without the masked ones."""
         D = self.batch.model.hidden_size
         L = self.batch.stage.segment_length
-        C = self.batch.stage.cache_length
+        C = self.batch.remembered
         attended = C + (L + 1) / 2 if causal_once else L + C
         # Keys and values of cached tokens are projected again, with the current weights; no gradient flows into the
         # cache, which saves one product.
@@ -112,12 +122,12 @@ class Attention:
     @property
     def caches(self) -> int:
         """Return the bytes of the last segment's cache and of the next one's, of all rows."""
-        return 2 * self.batch.stage.rows * self.batch.stage.cache_length * self.batch.vector_bytes
+        return 2 * self.batch.stage.rows * self.batch.remembered * self.batch.vector_bytes
 
     @property
     def position_table(self) -> int:
         """Return the bytes of the table of positions, which all blocks share."""
-        length = self.batch.stage.segment_length + self.batch.stage.cache_length
+        length = self.batch.stage.segment_length + self.batch.remembered
         return length * self.batch.model.hidden_size * _FLOAT
 
     @property
@@ -148,7 +158,7 @@ class Attention:
             return inputs * batch.element_bytes + mixed + queries * _FLOAT  # one sum per query
         # torch's plain kernel computes in full precision.
         dropped = _FLOAT + batch.mask_bytes(_FLOAT) if batch.model.dropout.attention else 0
-        S = batch.stage.segment_length + batch.stage.cache_length
+        S = batch.stage.segment_length + batch.remembered
         return inputs * _FLOAT + mixed + queries * S * (_FLOAT + dropped)
 
 
@@ -166,14 +176,18 @@ class RelativeAttention(Attention):
     """Scores have a second part, of queries and projected distances, which no fused kernel computes."""
 
     def products(self, *, causal_once: bool) -> float:
+        L = self.batch.stage.segment_length
+        C = self.batch.stage.cache_length
+        attended = C + (L + 1) / 2 if causal_once else L + C
+        return super().products(causal_once=causal_once) + self._by_distance(L + C, attended)
+
+    def _by_distance(self, distances: int, attended: float) -> float:
+        """Return the products of projecting distances, and of scoring queries by those of what they attend to."""
         stage = self.batch.stage
         D = self.batch.model.hidden_size
-        L = stage.segment_length
-        S = L + stage.cache_length
-        attended = stage.cache_length + (L + 1) / 2 if causal_once else S
         # All rows share the projected distances; no gradient flows to the sinusoids, which saves one product.
-        projected = S / (stage.micro_rows * L) * D * D * (PASSES - 1) / PASSES
-        return super().products(causal_once=causal_once) + attended * D + projected
+        projected = distances / (stage.micro_rows * stage.segment_length) * D * D * (PASSES - 1) / PASSES
+        return projected + attended * D
 
     @property
     def is_fused(self) -> bool:
@@ -183,7 +197,7 @@ class RelativeAttention(Attention):
     def needed(self) -> float:
         """Return the bytes of the gradients of weights, scores and bias, and of the bias by distance, twice."""
         batch = self.batch
-        S = batch.stage.segment_length + batch.stage.cache_length
+        S = batch.stage.segment_length + batch.remembered
         return 5 * batch.tokens * S * batch.model.heads / batch.setup.tensor * _FLOAT
 
     @property
@@ -193,6 +207,80 @@ class RelativeAttention(Attention):
         S = batch.stage.segment_length + batch.stage.cache_length
         vectors = (batch.tokens + S) * batch.model.hidden_size / batch.setup.tensor
         return super()._kept_by_kernel + vectors * batch.element_bytes
+
+
+@dataclass(frozen=True)
+class _Compressive(Attention):
+    """Tokens that leave the cache are compressed. A convolution is trained by a loss that compares attention to them
+    with attention to their slots."""
+
+    def products(self, *, causal_once: bool) -> float:
+        memory = self._memory
+        base = super().products(causal_once=causal_once)
+        if memory.function != "convolution":
+            return base
+        D = self.batch.model.hidden_size
+        L = self.batch.stage.segment_length
+        # The tokens that leave have no gradient: attention to them is computed once, and the convolution has one
+        # gradient. Keys and values of slots have one too, as their weights learn nothing here.
+        once = self._projected_again * D * D + 2 * L * D
+        twice = D * D + 2 * D * D / memory.rate
+        return base + (once + 2 * twice) / PASSES + 2 * L / memory.rate * D
+
+    @property
+    def kept(self) -> float:
+        """Return in addition the inputs of the convolution, and for its loss the queries, the keys and values of slots,
+        attention to them, and the difference."""
+        if self._memory.function != "convolution":
+            return super().kept
+        D = self.batch.model.hidden_size / self.batch.setup.tensor
+        vectors = (3 + 2 / self._memory.rate) * self.batch.tokens
+        sums = self.batch.tokens * self.batch.model.heads / self.batch.setup.tensor
+        difference = self.batch.tokens * D * _FLOAT
+        return super().kept + vectors * D * self.batch.element_bytes + difference + sums * _FLOAT
+
+    @property
+    def sent(self) -> Sent:
+        """Return in addition the slots, their gradients and the loss. A recomputed block repeats slots and loss."""
+        base = super().sent
+        if self._memory.function != "convolution":
+            return base
+        times = 2 if self.batch.setup.recompute else 1
+        vectors = (times + 1) * self.batch.tokens // self._memory.rate
+        return Sent(base.messages + 2 * times + 1, base.vectors + vectors, base.other + times * _FLOAT)
+
+    @property
+    def _projected_again(self) -> int:
+        """Return the projections of each token for the loss, in addition to those of attention."""
+        return 0
+
+    @property
+    def _memory(self) -> CompressionConfig:
+        assert self.batch.model.memory is not None
+        return self.batch.model.memory
+
+    @property
+    def _next_cache_is_the_input(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class CompressiveInfusedAttention(_Compressive, InfusedAttention):
+    """Compressed slots have positions, as tokens have. The loss needs queries and keys without them."""
+
+    @property
+    def _projected_again(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True)
+class CompressiveRelativeAttention(_Compressive, RelativeAttention):
+    """Compressed slots have distances of their own."""
+
+    def products(self, *, causal_once: bool) -> float:
+        C = self.batch.slots
+        distances = C + self.batch.stage.segment_length
+        return super().products(causal_once=causal_once) + self._by_distance(distances, C if causal_once else distances)
 
 
 @dataclass(frozen=True)
@@ -463,6 +551,10 @@ _ATTENTIONS: Mapping[str, type[Attention]] = {
     "infused": InfusedAttention,
     "relative": RelativeAttention,
 }
+_COMPRESSIVE_ATTENTIONS: Mapping[str, type[Attention]] = {
+    "infused": CompressiveInfusedAttention,
+    "relative": CompressiveRelativeAttention,
+}
 _VOCABULARIES: Mapping[str, type[Vocabulary]] = {
     "adaptive": AdaptiveVocabulary,
     "tied": Vocabulary,
@@ -486,9 +578,10 @@ class Parts:
 
 def parts_of(setup: Setup, stage: Stage) -> Parts:
     batch = MicroBatch(setup, stage)
+    attentions = _ATTENTIONS if setup.model.memory is None else _COMPRESSIVE_ATTENTIONS
     return Parts(
         layers=setup.model.layers,
-        attention=RoutedAttention(batch) if setup.model.routing else _ATTENTIONS[setup.model.positions](batch),
+        attention=RoutedAttention(batch) if setup.model.routing else attentions[setup.model.positions](batch),
         feed_forward=FeedForward(batch),
         vocabulary=_VOCABULARIES[setup.model.vocabulary.kind](batch),
     )

@@ -15,7 +15,7 @@ from tests.cluster.hosts import Cluster
 from tests.support.small_run import write_small_run
 
 pytestmark = pytest.mark.slow
-ENDLESS = ("--set", "stages.1.steps=50000", "--set", "output.log_every=1000")
+ENDLESS = ("--set", "stages.1.steps=50000", "--set", "output.log_every=1000", "--set", "output.heartbeat_timeout=5")
 
 
 @pytest.mark.parametrize(

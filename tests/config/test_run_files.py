@@ -148,6 +148,9 @@ def test_the_learning_rate_is_the_papers() -> None:
         ("wikitext103_routing", WIKITEXT_VOCAB, 185_019_392),
         ("wikitext103_transformer_xl", 267_735, 285_170_506 + 17 * 2 * 1024),
         ("wikitext103_transformer_xl_base", 267_735, 151_107_538 + 15 * 2 * 410),
+        # Per layer a convolution of 4 tokens, the distances, v and output bias of the slots.
+        ("wikitext103_compressive", 267_735, 285_205_322 + 18 * (5 * 1024**2 + 2 * 1024)),
+        ("wikitext103_compressive_shortformer", WIKITEXT_VOCAB, 246_933_504 + 16 * 4 * 1024**2),
         ("tbc_baseline", TBC_VOCAB, 260_931_584),
         ("tbc_shortformer", TBC_VOCAB, 260_931_584),
         ("shortformer_1b3", 50_000, 1_310_998_528),

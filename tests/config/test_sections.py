@@ -102,6 +102,8 @@ def test_unknown_key_with_none_near() -> None:
         ("model.positions", '"rotary"', "'added', 'infused' or 'relative'"),
         ("model.norm", '"middle"', "'before' or 'after'"),
         ("model.sandwich", "-1", "greater than or equal to 0"),
+        ("model.memory", "{compressed: 8, rate: 1}", "greater than 1"),
+        ("model.memory", "{compressed: 8, rate: 4, function: median}", "'convolution', 'mean' or 'max'"),
         ("model.vocabulary.projections", '"all"', "'input', 'both' or 'none'"),
         ("model.vocabulary.kind", '"shared"', "'adaptive', 'tied' or 'untied'"),
         ("model.vocabulary.cutoffs.1", '"x"', "valid integer"),
@@ -155,6 +157,22 @@ def test_missing_key(key: str) -> None:
         ([*ROUTED, "model.routing.first_layer=2"], "model: routing.first_layer (2) must be less than layers (2)"),
         ([*ROUTED, "parallel.tensor=8"], "model.routing.heads (4) must be a multiple of parallel.tensor (8)"),
         ([*ROUTED, "model.routing.assignment=balanced"], "model.routing.assignment is balanced, where later"),
+        (
+            ["model.memory={compressed: 8, rate: 4}", "model.cache=false"],
+            "model: memory compresses what leaves the cache, but cache is false; set cache to true",
+        ),
+        (
+            ["model.memory={compressed: 8, rate: 4}", "model.positions=added"],
+            "model: memory needs positions infused or relative: an added position cannot be compressed",
+        ),
+        (
+            ["model.memory={compressed: 8, rate: 4, function: mean, loss_weight: 2.0}"],
+            "model.memory: loss_weight (2.0) belongs to function convolution; remove it",
+        ),
+        (
+            ["model.memory={compressed: 8, rate: 3}"],
+            "stages.0.segment_length (128) must be a multiple of model.memory.rate (3); use 126 or 129",
+        ),
         (
             ["model.vocabulary.projections=none"],
             "model.vocabulary: projections none need bands of equal width: factor 1, not 4",

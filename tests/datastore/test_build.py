@@ -60,7 +60,7 @@ def test_a_model_in_bfloat16_comes_close(folder: Path) -> None:
     assert build(folder, "--compute-dtype", "bfloat16").code == 0
     keys, _ = walk(folder, "train", torch.float32)
     assert np.abs(stored_keys(folder / "store").reshape(keys.shape) - keys).max() < 0.1
-    assert open_datastore(folder / "store").manifest.walk.dtype == "bfloat16"
+    assert open_datastore(folder / "store").manifest.walk["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -140,19 +140,20 @@ def test_what_is_built_is_not_built_again(folder: Path) -> None:
 def test_a_large_text_is_cut_into_lanes(folder: Path) -> None:
     with patch("megatron_style.neighbours.TOKENS_PER_LANE", 20):
         assert build(folder).code == 0
-    assert open_datastore(folder / "store").manifest.walk.lanes == TRAIN // 20
+    assert open_datastore(folder / "store").manifest.walk["lanes"] == TRAIN // 20
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     peaks = []
-    for tokens in (1_000, 4_000):
+    for tokens in (4_000, 24_000):
         write_texts(tmp_path, tokens)
         with peak_of_arrays() as peak:
-            lanes = ("--segment-length", 100, "--lanes", tokens // 500)
+            lanes = ("--segment-length", 200, "--lanes", tokens // 2000)
             assert build(tmp_path, *lanes, output=f"of{tokens}").code == 0
             peaks.append(peak())
-    assert peaks[1] < 1.2 * peaks[0]
+    assert peaks[1] < peaks[0] + 20_000 * 16  # a quarter of the keys in float32
 
 
 # What is refused

@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from megatron_style import convert, evaluate
 from megatron_style.checkpoint.manifest import read_manifest
+from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.train import main
 from tests.support.launch import ROOT, plain_environment
 from tests.support.resuming import UPDATE, expect_close, make_run, metrics, on_ranks
 from tests.support.tiny import run_here
@@ -42,9 +44,9 @@ def command(name: str, *args: object, code: int = 0) -> dict[str, Any]:
     ],
 )
 def test_export_gives_the_model_that_the_run_gave(folder: Path, tensor: int, data: int, zero: int, half: bool) -> None:
-    run = make_run(folder, tensor=tensor, data=data, zero=zero, steps=6, half=half)
+    run = make_run(folder, tensor=tensor, data=data, zero=zero, steps=4, half=half)
     on_ranks(run, tensor * data)
-    command("convert", "export", run.output.path / "checkpoints" / "global_step6", "--output", folder / "exported")
+    command("convert", "export", run.output.path / "checkpoints" / "global_step4", "--output", folder / "exported")
     ours, again = (load_file(path / "model.safetensors") for path in (run.output.path / "model", folder / "exported"))
     assert all(torch.equal(ours[name], again[name]) for name in ours)
     result = command("convert", "verify", run.output.path / "checkpoints", folder / "exported")
@@ -73,9 +75,9 @@ def test_verify_tells_models_apart(folder: Path) -> None:
 )
 def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, half: bool) -> None:
     """`zero_to_fp32`, at TP 1: it does not know tensor parallelism, nor DeepSpeed's optimizer for bf16 at ZeRO 1."""
-    run = make_run(folder, data=2, zero=zero, steps=6, half=half)
+    run = make_run(folder, data=2, zero=zero, steps=4, half=half)
     on_ranks(run, 2)
-    theirs = get_fp32_state_dict_from_zero_checkpoint(str(run.output.path / "checkpoints"), tag="global_step6")
+    theirs = get_fp32_state_dict_from_zero_checkpoint(str(run.output.path / "checkpoints"), tag="global_step4")
     ours = load_file(run.output.path / "model" / "model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
@@ -83,15 +85,15 @@ def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, hal
 
 @pytest.mark.parametrize("half", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_reshard_writes_a_run_that_goes_on_there(folder: Path, half: bool) -> None:
-    whole = make_run(folder, "whole", data=2, zero=2, steps=12, half=half)
+    whole = make_run(folder, "whole", data=2, zero=2, steps=8, half=half)
     on_ranks(whole, 2)
-    run = make_run(folder, data=2, zero=2, steps=12, half=half)
+    run = make_run(folder, data=2, zero=2, steps=8, half=half)
     on_ranks(run, 2, halt_after=5)
     command("convert", "reshard", run.output.path, "--tensor", 2, "--data", 1, "--output", folder / "moved")
     manifest = read_manifest(folder / "moved" / "checkpoints" / "global_step5")
     assert manifest.grid == {"data": 1, "tensor": 2, "zero": 2}
     (folder / "moved" / "metrics.jsonl").write_text((run.output.path / "metrics.jsonl").read_text())
-    moved = make_run(folder, "moved", tensor=2, zero=2, steps=12, half=half)
+    moved = make_run(folder, "moved", tensor=2, zero=2, steps=8, half=half)
     on_ranks(moved, 2)
     expect_close(moved, whole, half=half)
     error = command(
@@ -111,7 +113,8 @@ def test_a_damaged_checkpoint_is_not_exported(folder: Path) -> None:
     assert not (folder / "no").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.sweep)])
+@pytest.mark.sweep  # test_signals.py has Ctrl-C, and these under launchers
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_leaves_with_75(folder: Path, number: signal.Signals) -> None:
     run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
@@ -129,9 +132,9 @@ def test_a_signal_saves_and_leaves_with_75(folder: Path, number: signal.Signals)
 
 
 def test_a_run_leaves_when_its_time_is_over(folder: Path) -> None:
-    run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000, "stop_after": "1s"})
+    run = make_run(folder, steps=4000, output={"save_every": 3000, "evaluate_every": 3000, "stop_after": "0.5s"})
     (folder / "run.yaml").write_text(json.dumps(run.as_data()))
-    words = [sys.executable, "-m", "megatron_style.train", str(folder / "run.yaml")]
-    result = subprocess.run(words, cwd=ROOT, env=plain_environment(), capture_output=True, text=True, timeout=100)
-    assert result.returncode == 75
-    assert "output.stop_after is over" in result.stderr
+    (done,) = run_ranks(1, run_here, main, folder / "run.yaml")
+    assert done.code == 75
+    assert "output.stop_after is over" in done.err
+    assert 0 < metrics(run)[-1]["step"] < 4000

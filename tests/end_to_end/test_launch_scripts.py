@@ -83,9 +83,9 @@ def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["local", "torchrun", "mpirun"])
+@pytest.mark.parametrize("case", [pytest.param("local", marks=pytest.mark.sweep), "torchrun", "mpirun"])
 def test_one_machine_listens_on_loopback_only(case: str, tmp_path: Path) -> None:
-    """mpirun's own process is Open MPI's matter, so only its ranks are looked at."""
+    """mpirun's own process is Open MPI's matter, so only its ranks are looked at. For local.sh, see tests/cluster."""
     name, variables, _ = CASES[case]
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=2\n")

@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
-SHORT = "--set stages.0.steps=2 --set stages.1.steps=2 --set output.log_every=1"
+SHORT = (
+    "--set stages.0.steps=2 --set stages.1.steps=2 --set data.tokens_per_batch=512 --set output.evaluate_tokens=500 "
+    "--set output.log_every=1"
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -24,7 +27,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_commands_for_your_own_text_work(tmp_path: Path) -> None:
-    """Word for word, in a folder of its own, but for the length of the training."""
+    """Word for word, in a folder of its own, but for the size of the training."""
     (block,) = [block for block in BLOCKS if "megatron_style.prepare" in block]
     words = ["Once", "upon", *(f"word{i}" for i in range(6000))]
     for name, lines in (("train.txt", 4000), ("valid.txt", 100)):

@@ -19,7 +19,7 @@ from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_en
 from tests.support.small_run import write_small_run
 
 pytestmark = pytest.mark.slow
-TRAIN = ("--set", "stages.1.steps=50000", "--set", "output.log_every=1000")
+TRAIN = ("--set", "stages.1.steps=50000", "--set", "output.log_every=1000", "--set", "output.heartbeat_timeout=5")
 SCRIPTS: dict[str, dict[str, str]] = {
     "local.sh": {"PROCESSES": "2"},
     "torchrun.sh": {"PROCESSES": "2"},
@@ -139,6 +139,8 @@ def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 75, told(tmp_path)
         expect_saved(tmp_path, ranks)
+    step = saved_step(tmp_path / "run")
+    assert f"stopped after step {step}: a signal asked for it" in told(tmp_path)
 
 
 def test_the_second_ctrl_c_without_a_launcher_and_without_a_checkpoint(tmp_path: Path) -> None:

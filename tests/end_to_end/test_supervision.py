@@ -26,7 +26,7 @@ SUPERVISOR = ("-m", "megatron_style.supervise", "--processes", "2", "--pause", "
 
 
 def long_run(folder: Path, name: str = "run", *, steps: int = 200) -> RunConfig:
-    output = {"save_every": 20, "evaluate_every": 100}
+    output = {"save_every": 20, "evaluate_every": 100, "heartbeat_timeout": 6.0}
     run = make_run(folder, name, data=2, steps=steps, dropout=True, output=output)
     (folder / f"{name}.yaml").write_text(json.dumps(run.as_data()))  # JSON is YAML
     return run
@@ -137,7 +137,7 @@ def test_a_supervisor_that_is_asked_to_stop_leaves_nobody_behind(folder: Path, n
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("seconds", "survives"), [(8, True), (25, False)])
+@pytest.mark.parametrize(("seconds", "survives"), [(3, True), (12, False)])
 def test_a_rank_that_is_held_up_is_waited_for_but_not_for_ever(folder: Path, seconds: int, survives: bool) -> None:
     long_run(folder, steps=4000)
     with started(folder, *DEEPSPEED[:2], "--master_port", str(free_port()), *DEEPSPEED[2:]) as launcher:

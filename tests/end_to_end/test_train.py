@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def run_file(tmp_path: Path) -> Path:
     return write_run(tmp_path, tokens_per_batch=192)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The same run file, and what `train` alone makes of it."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_corpus(folder)
+    run_file = write_run(folder, tokens_per_batch=192)
+    return run_file, train(run_file)
+
+
 def write_run(folder: Path, **changes: Any) -> Path:
     run = tiny_run(
         stages=changes.pop("stages", STAGES),
@@ -55,8 +65,8 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
-    result = train(run_file)
+def test_a_run_leaves_everything_it_promises(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run_file, result = trained
     assert result.returncode == 0, result.stderr
     folder = run_file.parent
     run = folder / "run"
@@ -79,30 +89,33 @@ def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_deepspeed_launcher_trains_the_same_model(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    other = tmp_path_factory.mktemp("two_ranks")
-    write_corpus(other)
-    ds_config = write_ds_config(other, zero_optimization={"stage": 1})
-    two = train(write_run(other, tokens_per_batch=96), "--deepspeed_config", str(ds_config), processes=2)
-    one = train(run_file)
+def test_the_deepspeed_launcher_trains_the_same_model(
+    trained: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    run_file, one = trained
+    write_corpus(tmp_path)
+    ds_config = write_ds_config(tmp_path, zero_optimization={"stage": 1})
+    two = train(write_run(tmp_path, tokens_per_batch=96), "--deepspeed_config", str(ds_config), processes=2)
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
     assert not set(one.stderr + two.stderr) & {"\r", "\x1b"}  # a file is no terminal
     assert two.stderr.count("step 3/6, stage 1/2: loss") == 1  # and one rank speaks
     for key in ("loss", "grad_norm"):
-        losses = [[event[key] for event in events(folder, "train")] for folder in (run_file.parent, other)]
+        losses = [[event[key] for event in events(folder, "train")] for folder in (run_file.parent, tmp_path)]
         np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(run_file: Path) -> None:
     folder = run_file.parent
-    assert train(run_file, "--set", "stages.1.steps=1").returncode == 0
+    short = (main, run_file, "--set", "stages.1.steps=1")
+    (done,) = run_ranks(1, run_here, *short)
+    assert done.code == 0, done.err
     first = events(folder, "train")
-    again = train(run_file, "--set", "stages.1.steps=1")
-    assert again.returncode == 0
+    (again,) = run_ranks(1, run_here, *short)
+    assert again.code == 0, again.err
     assert events(folder, "train") == first
-    longer = train(run_file)
-    assert "resuming at step 4 of 6" in longer.stderr
+    (longer,) = run_ranks(1, run_here, main, run_file)
+    assert "resuming at step 4 of 6" in longer.err
     assert [event["step"] for event in events(folder, "train")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -150,7 +163,10 @@ def test_wrong_input_is_told_in_one_line_and_writes_nothing(run_file: Path, case
 
 @pytest.mark.slow
 def test_wrong_input_in_a_real_process_is_one_line_without_a_traceback(run_file: Path) -> None:
-    result = train(run_file, "--set", "model.head=2")
+    command = [sys.executable, "-X", "importtime", "-m", "megatron_style.train", run_file, "--set", "model.head=2"]
+    result = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
+    imports = [line for line in result.stderr.splitlines() if line.startswith("import time:")]
+    (told,) = set(result.stderr.splitlines()) - set(imports)
+    assert told.startswith("error: ")
+    assert not [line for line in imports if line.endswith(" torch")], "it is told before the imports that take seconds"

@@ -16,8 +16,9 @@ from tests.support.training import VOCAB_SIZE, History, train_on, write_corpus, 
 
 pytestmark = pytest.mark.slow
 TOKENS = 288  # over all data-parallel ranks
-SYSTEMS = ["sandwich-shortformer", "transformer-xl-adaptive", "routing-first-local"]
+SYSTEMS = ["sandwich-shortformer", "transformer-xl-adaptive", "compressive", "routing-first-local"]
 MORE_SYSTEMS = ["sandwich", "norm-after", "transformer-xl", "transformer-xl-before", "transformer-xl-base", "routing"]
+MORE_SYSTEMS += ["compressive-before", "compressive-mean", "compressive-shortformer"]
 every_system = pytest.mark.parametrize(
     "system", [*SYSTEMS, *(pytest.param(name, marks=pytest.mark.sweep) for name in MORE_SYSTEMS)]
 )
@@ -88,6 +89,9 @@ def test_a_grid_computes_what_one_process_computes(corpus: Path, system: str, gr
     [
         ("sandwich-shortformer", True),
         ("transformer-xl-adaptive", False),
+        ("compressive", True),
+        pytest.param("compressive", False, marks=pytest.mark.sweep),
+        pytest.param("compressive-shortformer", True, marks=pytest.mark.sweep),
         ("routing", True),
         pytest.param("routing-first-local", False, marks=pytest.mark.sweep),
         pytest.param("transformer-xl", True, marks=pytest.mark.sweep),

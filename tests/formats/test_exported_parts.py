@@ -22,8 +22,8 @@ SEGMENTS = 3
 def watch(module: nn.Module, seen: dict[str, list[Tensor]]) -> None:
     """Keep what the first block reads and what every sublayer gives, segment by segment."""
 
-    def keep(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
-        values = output[0] if isinstance(output, tuple) else output  # our attention gives more than its output
+    def keep(name: str, output: Tensor | tuple[Tensor, Tensor | None]) -> None:
+        values = output[0] if isinstance(output, tuple) else output  # our attention also gives a loss, or none
         seen.setdefault(name, []).append(values.detach())
 
     first, *_ = module.blocks
@@ -40,7 +40,7 @@ def parts_of_ours(model: Shortformer, config: ModelFolderConfig, ids: Tensor) ->
     watch(model, seen)
     memory = model.empty_memory(1, config.cache_length)
     for segment in ids.split(config.segment_length, 1):
-        features, memory, _ = model.features(segment, memory)
+        features, memory, *_ = model.features(segment, memory)
         seen.setdefault("vocabulary", []).append(model.vocabulary.log_probs(features[0])[None])
     return {name: torch.cat(parts, 1) for name, parts in seen.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,9 @@ from megatron_style.formats.formats import FORMATS, check_holds
 from megatron_style.formats.source import ModelSource, unheld
 from megatron_style.inference.decoder import Decoder
 from megatron_style.inference.scoring import Protocol, score
-from megatron_style.model.attention import ATTENTIONS
+from megatron_style.model.attention import attention_of
 from megatron_style.model.shape import parameters
-from megatron_style.model.shortformer import Shortformer
+from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.sharding import initialise, layout_of, shard
 from megatron_style.parallel.topology import Axis, Topology
 from tests.support.models import MODELS, model_config
@@ -49,22 +50,32 @@ def text_of(config: ModelFolderConfig, tokens: int, rows: int = ROWS) -> Tensor:
     return torch.randint(0, config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(7))
 
 
-def losses_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig, length: int | None = None) -> Tensor:
-    """Return the loss of each token but the first, read in segments."""
+def outputs_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> Iterator[Output]:
+    """Yield what a model makes of a text, read in segments."""
     memory = model.empty_memory(len(ids), config.cache_length)
-    parts = []
-    length = length or config.segment_length
+    length = config.segment_length
     for start in range(0, ids.shape[1] - 1, length):
         inputs = ids[:, start : start + length]
         targets = ids[:, start + 1 : start + length + 1]
         output = model(inputs[:, : targets.shape[1]], targets, memory)
         memory = output.memory
-        parts.append(output.nll)
-    return torch.cat(parts, 1)
+        yield output
+
+
+def losses_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> Tensor:
+    """Return the loss of each token but the first."""
+    return torch.cat([output.nll for output in outputs_of(model, ids, config)], 1)
+
+
+def training_loss(model: Shortformer, config: ModelFolderConfig) -> Tensor:
+    """Return the mean of the losses that training adds up, over three segments."""
+    ids = text_of(config, 3 * config.segment_length + 1)
+    outputs = list(outputs_of(model, ids, config))
+    return torch.stack([output.nll.mean() + sum(output.auxiliary.values()) for output in outputs]).mean()
 
 
 def can_decode(name: str) -> bool:
-    return ATTENTIONS[model_config(name).model.positions].can_decode
+    return attention_of(model_config(name).model).can_decode
 
 
 @every_model
@@ -94,7 +105,7 @@ def expect_same(name: str, recompute: bool, loss: Tensor, gradients: dict[str, T
     axis = Topology.of_world(tensor=dist.get_world_size()).tensor
     model = build(name, axis, recompute=recompute)
     config = model_config(name)
-    mine = losses_of(model, text_of(config, 3 * config.segment_length + 1), config).mean()
+    mine = training_loss(model, config)
     mine.backward()
     torch.testing.assert_close(mine.detach(), loss, rtol=1e-9, atol=1e-9)
     for path, param in model.named_parameters():
@@ -110,7 +121,7 @@ def expect_same(name: str, recompute: bool, loss: Tensor, gradients: dict[str, T
 def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int, recompute: bool) -> None:
     config = model_config(name)
     model = build(name)
-    loss = losses_of(model, text_of(config, 3 * config.segment_length + 1), config).mean()
+    loss = training_loss(model, config)
     loss.backward()
     gradients = {path: param.grad for path, param in model.named_parameters()}
     assert all(grad is not None and grad.abs().max() > 0 for path, grad in gradients.items() if "key.bias" not in path)
@@ -127,7 +138,7 @@ def test_token_by_token_equals_segment_by_segment(name: str, L: int, C: int) -> 
     memory = model.empty_memory(2, C)
     with torch.no_grad():
         for segment in text.split(L, 1):
-            x, memory, key = model.features(segment, memory)
+            x, memory, key, *_ = model.features(segment, memory)
             found.append(torch.stack([x, key]))
     features = torch.cat(found, 2)
     decoder = Decoder(model, rows=2, segment_length=L, cache_length=C)

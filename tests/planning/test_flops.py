@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.memory import Memory
+from megatron_style.model.memory import memory_of
 from megatron_style.model.shape import bands
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
@@ -18,6 +18,7 @@ from megatron_style.planning.text import zipf_shares
 from megatron_style.planning.timing import training_flops_per_token
 
 VOCAB_SIZE, ROWS = 211, 3
+COMPRESSED = {"compressed": 6, "rate": 4}
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [40, 100], "factor": 2}
 
 
@@ -50,10 +51,10 @@ def routing_config(**changes: Any) -> ModelConfig:
 def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length: int) -> float:
     model = Shortformer(config, VOCAB_SIZE)
     initialise(model, 1, Axis())
-    layers = tuple(torch.randn(len(ids), cache_length, config.hidden_size) for _ in range(config.layers))
+    memory = memory_of(config).full(config, rows=len(ids), capacity=cache_length, like=torch.empty(0))
     with FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter:
-        nll, *_ = model(ids, ids.flip(0), Memory(layers, cache_length))
-        nll.sum().backward()
+        output = model(ids, ids.flip(0), memory)
+        (output.nll.sum() + sum(output.auxiliary.values())).backward()
     return counter.get_total_flops() / ids.numel()
 
 
@@ -70,6 +71,9 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
         (model_config(positions="relative", norm="after"), 16, 8),
         (model_config(positions="relative", vocabulary=ADAPTIVE | {"biases": True, "projections": "both"}), 16, 16),
         (model_config(positions="relative", vocabulary=ADAPTIVE | {"factor": 1, "projections": "none"}), 8, 24),
+        (model_config(positions="relative", norm="after", memory=COMPRESSED), 16, 8),
+        (model_config(positions="relative", memory=COMPRESSED | {"function": "max"}), 16, 16),
+        (model_config(memory=COMPRESSED), 8, 24),
         (routing_config(), 16, 0),
         (routing_config(window=5, local=7), 16, 0),
         (routing_config(window=30, local=16), 16, 0),

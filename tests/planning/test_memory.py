@@ -20,6 +20,7 @@ from tests.support.training import write_corpus, write_ds_config
 
 VOCAB_SIZE, TOKENS = 2000, 1024
 ADAPTIVE = {"kind": "adaptive", "cutoffs": [1200, 1700], "factor": 4}
+COMPRESSED = {"compressed": 48, "rate": 4}
 DROPOUT = {"hidden": 0.3, "attention": 0.1, "activation": 0.1, "softmax": 0.2}
 
 CLUSTERS = {"heads": 2, "clusters": 4, "window": 16, "local": 16}
@@ -78,6 +79,14 @@ MORE_CASES = {
     "relative, norm after, tensor parallel": Case(tensor=2, model={"positions": "relative", "norm": "after"}),
     "relative, dropout": Case(zero=1, model={"positions": "relative", "dropout": DROPOUT}),
     "relative, recompute": Case(zero=1, recompute=True, model={"positions": "relative", "layers": 6}),
+    "compressive": Case(zero=1, model={"positions": "relative", "norm": "after", "memory": COMPRESSED}),
+    "compressive, tensor parallel": Case(tensor=2, model={"positions": "relative", "memory": COMPRESSED}),
+    "compressive, recompute": Case(
+        zero=1, recompute=True, model={"positions": "relative", "layers": 6, "memory": COMPRESSED}
+    ),
+    "compressive, mean": Case(zero=1, model={"positions": "relative", "memory": COMPRESSED | {"function": "mean"}}),
+    "compressive, infused": Case(zero=1, model={"memory": COMPRESSED}, cache_length=128),
+    "compressive, infused, recompute": Case(zero=1, recompute=True, model={"layers": 6, "memory": COMPRESSED}),
     "routing": Case(zero=1, model=ROUTED),
     "routing, tensor parallel, recompute": Case(tensor=2, recompute=True, model=ROUTED | {"layers": 6}),
     "routing, dropout": Case(zero=1, model=ROUTED | {"dropout": DROPOUT}),

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 
 RANKS, MICROS, HIDDEN = 2, 2, 32
 LARGE = 10_000  # bytes: more than a norm or a loss
+COMPRESSED = {"compressed": 8, "rate": 2}
 ROUTED = {
     "cache": False,
     "positions": "added",
@@ -126,6 +127,8 @@ def sweep(case: Case) -> Any:
         sweep(Case(zero=1)),
         sweep(Case(zero=3)),
         sweep(Case(zero=1, tensor=2, recompute=True)),
+        sweep(Case(tensor=2, model={"memory": COMPRESSED})),
+        sweep(Case(tensor=2, recompute=True, model={"memory": COMPRESSED})),
         sweep(Case(zero=1, half=True)),
         sweep(Case(zero=2, half=True)),
         sweep(Case(zero=3, half=True)),
@@ -147,6 +150,8 @@ def test_traffic_is_what_is_sent(case: Case, tmp_path: Path) -> None:
         sweep(Case(tensor=2)),
         sweep(Case(tensor=2, recompute=True, vocabulary=ADAPTIVE)),
         sweep(Case(tensor=2, vocabulary={"kind": "untied"})),
+        sweep(Case(tensor=2, model={"memory": COMPRESSED})),
+        sweep(Case(tensor=2, recompute=True, model={"memory": COMPRESSED})),
         sweep(Case(zero=1, tensor=2, vocabulary=ADAPTIVE)),
         sweep(Case(tensor=2, model=ROUTED)),
         sweep(Case(tensor=2, recompute=True, model=ROUTED)),

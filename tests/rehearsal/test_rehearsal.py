@@ -53,7 +53,7 @@ def in_child(body: Callable[..., Result], *args: Any) -> Result:
         return pool.submit(body, *args).result()
 
 
-def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> RunConfig:
+def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,), **model: Any) -> RunConfig:
     write_corpus(folder, tokens=10 * TOKENS, vocab_size=VOCAB_SIZE)
     zero = {
         "stage": case.zero,
@@ -71,7 +71,7 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> Ru
     return tiny_run(
         stages=[{"segment_length": length, "steps": 4, "micro_rows": TOKENS // length // 2} for length in lengths],
         tokens_per_batch=TOKENS,
-        model={"layers": 3, "hidden_size": 128, "heads": 4, "ffn_size": 512, "vocabulary": vocabulary},
+        model={"layers": 3, "hidden_size": 128, "heads": 4, "ffn_size": 512, "vocabulary": vocabulary} | model,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
         parallel={"tensor": 2, "recompute": case.recompute},
         optimizer={"name": "adamw"},
@@ -88,6 +88,14 @@ def test_the_last_rank_of_four_needs_what_it_really_needs(case: Case, tmp_path: 
     measured = measure_step(4, run, rank=3)
     # gloo copies a bucket to reduce and scatter it, as only ZeRO 3 does: 2% here. NCCL does not.
     assert stage.peak == pytest.approx(measured.total, rel=0.03 if case.zero == 3 else 0.001)
+
+
+@pytest.mark.slow
+def test_the_same_holds_for_a_compressed_memory(tmp_path: Path) -> None:
+    memory = {"compressed": 48, "rate": 4}
+    run = small_run(tmp_path, Case(1, half=True, recompute=False), positions="relative", memory=memory)
+    (stage,) = in_child(_rehearse, run, 4, 3).stages
+    assert stage.peak == pytest.approx(measure_step(4, run, rank=3).total, rel=0.001)
 
 
 @pytest.mark.slow

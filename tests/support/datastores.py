@@ -27,8 +27,12 @@ def write_texts(folder: Path, train: int = TRAIN) -> None:
     for name, tokens in (("train", train), ("valid", VALID)):
         stream = rng.integers(0, VOCAB_SIZE, tokens)
         stream[1::2] = (stream[::2][: len(stream[1::2])] * 3 + 1) % VOCAB_SIZE
-        with TokenStoreWriter(folder / name, VOCAB_SIZE) as writer:
-            writer.append(stream, np.array([tokens]))
+        write_tokens(folder / name, stream)
+
+
+def write_tokens(prefix: Path, tokens: NDArray[Any], vocab_size: int = VOCAB_SIZE) -> None:
+    with TokenStoreWriter(prefix, vocab_size) as writer:
+        writer.append(tokens, np.array([len(tokens)]))
 
 
 def write_model_and_texts(folder: Path, config: ModelFolderConfig | None = None) -> None:
@@ -61,7 +65,7 @@ def walk(folder: Path, text: str, dtype: torch.dtype) -> tuple[Array, Array]:
     keys = []
     log_probs = []
     for segment in stream.split(config.segment_length, 1):
-        x, memory, key = model.features(segment, memory)
+        x, memory, key, *_ = model.features(segment, memory)
         keys.append(key[0].double())
         log_probs.append(model.vocabulary.log_probs(x[0]).double())
     return torch.cat(keys).numpy(), torch.cat(log_probs).numpy()

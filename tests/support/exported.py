@@ -86,7 +86,7 @@ def our_log_probs(config: ModelFolderConfig, ids: list[int]) -> Tensor:
     cache = model.empty_memory(1, config.cache_length)
     parts = []
     for segment in torch.tensor([ids]).split(config.segment_length, 1):
-        features, cache, _ = model.features(segment, cache)
+        features, cache, *_ = model.features(segment, cache)
         parts.append(model.vocabulary.log_probs(features[0]))
     return torch.cat(parts)
 

@@ -31,6 +31,9 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import load_run
 from megatron_style.data.store import DOCUMENT_COUNT, HEADER, MAGIC, open_store
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from megatron_style.datastore.retrieval import Retrieval
+from megatron_style.datastore.search import nearest
+from megatron_style.datastore.store import open_datastore
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config
 from megatron_style.engine.local_ranks import run_ranks
@@ -39,6 +42,7 @@ from megatron_style.formats import fairseq, huggingface, model_folder, universal
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.hosts import read_hostfile
+from megatron_style.inference.decoder import Reading
 from megatron_style.journal.metrics_file import MetricsFile
 from megatron_style.reporting.history import read_run
 from megatron_style.reporting.page import page
@@ -55,6 +59,7 @@ from megatron_style.supervision.record import (
     write_status,
 )
 from megatron_style.train import train
+from tests.support.datastores import build, write_model_and_texts
 from tests.support.mutations import BY_SUFFIX, Mutation, damaged, in_sealed_json, poisoned
 from tests.support.resuming import make_run, on_ranks
 from tests.support.runs import tiny_run
@@ -337,6 +342,22 @@ def huggingface_folder(folder: Path) -> Target:
     return _target(folder, patterns, lambda file: _use(file.parent))
 
 
+def datastore(folder: Path) -> Target:
+    """Make the datastore of a tiny model, which is searched after it was damaged."""
+    write_model_and_texts(folder)
+    assert build(folder).code == 0
+    model = tiny_model(tiny_config(), torch.float32)
+
+    def read(file: Path) -> None:
+        store = open_datastore(file.parent)
+        retrieval = Retrieval(store, partial(nearest, store.keys), k=3, temperature=1.0, weight=0.5)
+        size = store.manifest.hidden_size
+        (following,) = retrieval.predict_with(model)(Reading(torch.zeros(1, 16), torch.ones(1, size)))
+        assert following.draw(0.5) >= 0
+
+    return _target(folder / "store", ["manifest.json", "*.bin"], read)
+
+
 TARGETS: Mapping[str, Make] = {
     make.__name__: make
     for make in (
@@ -356,6 +377,7 @@ TARGETS: Mapping[str, Make] = {
         universal_checkpoint,
         universal_index,
         huggingface_folder,
+        datastore,
     )
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_style.config.model import ModelFolderConfig
 from tests.support.tiny import tiny_config
 
+COMPRESSED = {"compressed": 4, "rate": 2}
 ROUTED = {"positions": "added", "cache": False, "heads": 8, "hidden_size": 32}
 CLUSTERS = {"heads": 4, "clusters": 3, "window": 3, "local": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -30,6 +31,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "routing": {**ROUTED, "routing": CLUSTERS},
     "routing-first-local": {**ROUTED, "layers": 3, "norm": "after", "routing": {**CLUSTERS, "first_layer": 1}},
     "sandwich-transformer-xl": {"layers": 3, "sandwich": 1, "positions": "relative"},
+    "compressive": {"positions": "relative", "norm": "after", "memory": COMPRESSED},
+    "compressive-before": {"positions": "relative", "kind": "tied", "memory": COMPRESSED},
+    "compressive-mean": {"positions": "relative", "norm": "after", "memory": COMPRESSED | {"function": "mean"}},
+    "compressive-shortformer": {"memory": COMPRESSED},
 }
 
 
