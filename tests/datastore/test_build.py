@@ -44,9 +44,10 @@ def test_a_row_is_the_key_and_the_token_of_its_place(tmp_path: Path, name: str) 
     np.testing.assert_allclose(stored_keys(tmp_path / "store", "<f4").reshape(keys.shape), keys, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.fromfile(tmp_path / "store/values.bin", "<i4"), tokens_of(tmp_path, "train"))
     facts = json.loads(done.out)
-    assert (facts["count"], facts["hidden_size"], facts["key_bytes"]) == (TRAIN, 16, TRAIN * 16 * 4)
+    D = config.model.hidden_size
+    assert (facts["count"], facts["hidden_size"], facts["key_bytes"]) == (TRAIN, D, TRAIN * D * 4)
     assert facts["mode"] == ("cached" if config.model.cache else "nonoverlapping")
-    assert facts["search_flops"] == 2 * TRAIN * 16
+    assert facts["search_flops"] == 2 * TRAIN * D
 
 
 def test_float16_rounds_what_float32_holds(folder: Path) -> None:
