@@ -74,7 +74,12 @@ def parse_args() -> argparse.Namespace:
     add("--mode", choices=list(MODES), required=True)
     add_protocol_flags(parser, lanes="1, the exact walk")
     add("--dtype", choices=list(DTYPES), default="float32")
-    add("--nll", type=output_file, metavar="OUT.npz", help="write `tokens` and `nll` (nats) in stream order")
+    add(
+        "--nll",
+        type=output_file,
+        metavar="OUT.npz",
+        help="write `tokens`, `nll` (nats) and `mixture_nll` in stream order",
+    )
     add(
         "--by-position", type=output_file, nargs="?", const=Path("loss_by_position.png"), metavar="OUT.png",
         help="report the mean loss by position in the segment, as a table and a picture; default: loss_by_position.png",

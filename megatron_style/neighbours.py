@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ TOKENS_PER_LANE = 2**16
 
 def main() -> None:
     args = parse_args()
-    COMMANDS[args.kind](args)
+    COMMANDS[args.kind].run(args)
 
 
 def parse_args() -> argparse.Namespace:
@@ -50,8 +51,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    add_build_flags(kinds.add_parser("build", help="write the key and the next token of every token of a text"))
-    add_index_flags(kinds.add_parser("index", help="make an index for approximate search (--probe); needs faiss"))
+    for name, (about, add_flags, _) in COMMANDS.items():
+        add_flags(kinds.add_parser(name, help=about, description=about))
     return parser.parse_args()
 
 
@@ -81,18 +82,17 @@ def build_datastore(args: argparse.Namespace) -> None:
     check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
     protocol = protocol_of(args, source.config, len(store))
     manifest = make_manifest(source.digest(), source.config, store.tokens, protocol, args.dtype, args.compute_dtype)
-    if not is_built(args.output, manifest):
-        with process_grid(args.tensor, "neighbours build") as topology:
+    built = is_built(args.output, manifest)
+    with process_grid(args.tensor, "neighbours build") as topology:
+        if not built:
             if topology.is_first:
                 log(f"{args.output}: {describe(manifest)}")
             model = source.load(DTYPES[args.compute_dtype], topology.tensor).to(accelerator())
             reader = Reader(model, store.tokens, source.config.eos, wants_losses=False, wants_keys=True)
             with token_bar(len(store), topology) as progress:
                 build(reader, protocol, manifest, args.output, topology=topology, progress=progress)
-            if not topology.is_first:
-                return
-    facts = {name: getattr(manifest, name) for name in ("count", "hidden_size", "dtype", "key_bytes", "search_flops")}
-    show({"output": str(args.output), **facts, "mode": protocol.mode, "lanes": protocol.lanes}, as_json=args.json)
+        if topology.is_first:
+            show(facts_of(args.output, manifest, protocol), as_json=args.json)
 
 
 def protocol_of(args: argparse.Namespace, config: ModelFolderConfig, tokens: int) -> Protocol:
@@ -104,6 +104,12 @@ def protocol_of(args: argparse.Namespace, config: ModelFolderConfig, tokens: int
         lanes = max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
     request = replace(request_of(args), mode=mode, lanes=lanes)
     return make_protocol(request, config, tokens=tokens, where=str(args.model))
+
+
+def facts_of(output: Path, manifest: DatastoreManifest, protocol: Protocol) -> dict[str, object]:
+    names = ("count", "hidden_size", "dtype", "key_bytes", "value_bytes", "search_flops")
+    facts = {name: getattr(manifest, name) for name in names}
+    return {"output": str(output), **facts, "mode": protocol.mode, "lanes": protocol.lanes}
 
 
 def describe(manifest: DatastoreManifest) -> str:
@@ -124,8 +130,21 @@ def index_datastore(args: argparse.Namespace) -> None:
     )
 
 
-COMMANDS: Mapping[str, Callable[[argparse.Namespace], None]] = MappingProxyType(
-    {"build": build_datastore, "index": index_datastore}
+class Command(NamedTuple):
+    about: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "build": Command(
+            "write a key and the token of every place of a text; an interrupted build resumes",
+            add_build_flags,
+            build_datastore,
+        ),
+        "index": Command("make the index for approximate search; needs faiss", add_index_flags, index_datastore),
+    }
 )
 
 

@@ -150,7 +150,7 @@ class _Rows:
         with np.errstate(over="ignore"):
             stored = exact.astype(key_dtype(self.manifest))
         if not np.isfinite(stored).all():
-            raise UserError(f"--dtype {self.manifest.dtype}: a key is beyond its range; use --dtype float32")
+            raise RunFailed(f"--dtype {self.manifest.dtype}: a key is beyond its range; use --dtype float32")
         if self.writes:
             _write_all(self.keys, stored.tobytes(), first * stored[0].nbytes)
 

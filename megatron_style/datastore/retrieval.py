@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_style.base.errors import RunFailed
+from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.datastore.mixture import (
     by_token,
     log_prob_of,
@@ -21,7 +21,7 @@ from megatron_style.datastore.mixture import (
     neighbour_scores,
     recent_scores,
 )
-from megatron_style.datastore.search import Neighbours, queries_at_once
+from megatron_style.datastore.search import DAMAGED, Neighbours, queries_at_once
 from megatron_style.datastore.store import Datastore
 from megatron_style.inference.decoder import Reading
 from megatron_style.inference.next_token import NextToken, Predict, next_tokens
@@ -59,6 +59,8 @@ class Retrieval:
         if not queries_ND.isfinite().all():
             raise RunFailed("the model's keys are not finite; its weights are damaged, or its training diverged")
         found = self.search(queries_ND, self.k, axis)
+        if (found.distances_Qk == DAMAGED).any():
+            raise UserError(f"{self.store.folder}: holds keys that are not finite; build it again")
         scores_Nk = neighbour_scores(found.distances_Qk, self.temperature)
         return Remembered(self.store.tokens_at(found.rows_Qk), log_weights(scores_Nk))
 

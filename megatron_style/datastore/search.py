@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_style.base.errors import UserError
 from megatron_style.parallel.topology import Axis
 
+DAMAGED = -np.inf  # the distance of a key that is not finite: it comes first, so that every rank sees it
 _ELEMENTS = 2**22  # of the largest array that one step needs
+_IN_CACHE = 2**17  # float64 numbers that a core's cache holds
 _MOST_QUERIES = 512  # at once: each reads all keys once
 _UNIT = 2.0**-24  # the relative rounding error of float32
 _TINY = 2.0**-125  # and what its products can lose below the normal numbers
@@ -75,11 +76,10 @@ def squared_distances(keys: NDArray[Any], rows_N: Tensor, queries_QD: Tensor, qu
     the same bits in every call."""
     queries = queries_QD.cpu().double().numpy()
     out_N = np.empty(len(rows_N))
-    for part in np.array_split(np.arange(len(rows_N)), 1 + len(rows_N) * keys.shape[1] // _ELEMENTS):
+    for part in np.array_split(np.arange(len(rows_N)), 1 + len(rows_N) * keys.shape[1] // _IN_CACHE):
         differences = keys[rows_N[part].numpy()] - queries[query_N[part].numpy()]
         out_N[part] = np.square(differences, out=differences).sum(1)  # torch would divide a long row among threads
-    if not np.isfinite(out_N).all():  # a distance that is not a number rules nothing out, so all such keys come here
-        raise UserError("--neighbours: the datastore holds keys that are not finite; build it again")
+    out_N[~np.isfinite(out_N)] = DAMAGED
     return torch.from_numpy(out_N)
 
 

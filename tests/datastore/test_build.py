@@ -44,10 +44,9 @@ def test_a_row_is_the_key_and_the_token_of_its_place(tmp_path: Path, name: str) 
     np.testing.assert_allclose(stored_keys(tmp_path / "store", "<f4").reshape(keys.shape), keys, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.fromfile(tmp_path / "store/values.bin", "<i4"), tokens_of(tmp_path, "train"))
     facts = json.loads(done.out)
-    D = config.model.hidden_size
-    assert (facts["count"], facts["hidden_size"], facts["key_bytes"]) == (TRAIN, D, TRAIN * D * 4)
+    assert (facts["count"], facts["hidden_size"], facts["key_bytes"]) == (*keys.shape, keys.size * 4)
     assert facts["mode"] == ("cached" if config.model.cache else "nonoverlapping")
-    assert facts["search_flops"] == 2 * TRAIN * D
+    assert facts["search_flops"] == 2 * keys.size
 
 
 def test_float16_rounds_what_float32_holds(folder: Path) -> None:
@@ -135,6 +134,9 @@ def test_what_is_built_is_not_built_again(folder: Path) -> None:
     with patch.object(Reader, "read", side_effect=AssertionError):
         done = build(folder)
     assert (done.code, done.err) == (0, "")
+    first, second = run_ranks(2, build, folder, "--json")
+    assert json.loads(first.out)["count"] == TRAIN
+    assert (second.code, second.out) == (0, "")
 
 
 def test_a_large_text_is_cut_into_lanes(folder: Path) -> None:
@@ -207,7 +209,7 @@ def change_norms(folder: Path, weight: float) -> None:
 def test_keys_beyond_float16_are_refused_and_float32_holds_them(folder: Path) -> None:
     change_norms(folder, 1e6)
     done = build(folder)
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (1, "")
     assert done.err.endswith("error: --dtype float16: a key is beyond its range; use --dtype float32\n")
     shutil.rmtree(folder / ".store.building")
     assert build(folder, "--dtype", "float32").code == 0

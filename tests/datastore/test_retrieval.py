@@ -336,9 +336,14 @@ def test_values_outside_the_vocabulary_are_refused(own: Path) -> None:
     refused(own, ["--k", 3], "values.bin: holds ids outside the vocabulary of 37")
 
 
-def test_keys_that_are_not_numbers_are_refused(own: Path) -> None:
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_keys_that_are_not_numbers_are_refused_by_every_rank(own: Path, odd: float) -> None:
     keys = stored_keys(own / "store")
-    for odd in (np.nan, np.inf):
-        keys[500] = odd
-        keys.tofile(own / "store/keys.bin")
-        refused(own, ["--k", 3], "--neighbours: the datastore holds keys that are not finite; build it again")
+    keys[1000] = odd
+    keys.tofile(own / "store/keys.bin")
+    message = "store: holds keys that are not finite; build it again"
+    refused(own, ["--k", 3], message)
+    flags = ("--mode", "cached", "--neighbours", own / "store", "--k", 3)
+    first, second = run_ranks(2, run_here, evaluate, own / "model", "--data", own / "valid", *flags)
+    assert (first.code, second.code) == (2, 2)
+    assert message in first.err
