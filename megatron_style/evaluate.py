@@ -9,16 +9,12 @@ import argparse
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-
-import torch
 
 from megatron_style.base.command import (
     add_json_flag,
     command_parser,
     output_file,
-    positive_int,
     run_command,
     show,
     show_table,
@@ -35,12 +31,11 @@ from megatron_style.datastore.arguments import (
 from megatron_style.datastore.retrieval import TextMixture
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import NO_LAUNCHER, accelerator, find_launcher
+from megatron_style.inference.arguments import DTYPES, add_protocol_flags, request_of
 from megatron_style.inference.by_position import draw_by_position, stretches
 from megatron_style.inference.measure import Measurement, measure
-from megatron_style.inference.scoring import MODES, Request, make_protocol, perplexity
+from megatron_style.inference.scoring import MODES, make_protocol, perplexity
 from megatron_style.parallel.topology import Topology
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
 def main() -> None:
@@ -94,36 +89,6 @@ def parse_args() -> argparse.Namespace:
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     add_json_flag(parser)
     return parser.parse_args()
-
-
-def add_protocol_flags(parser: argparse.ArgumentParser, *, lanes: str) -> None:
-    """Add the flags of a walk through a text, except its mode. `lanes` is the default that is shown."""
-    add = parser.add_argument
-    add("--segment-length", type=positive_int, metavar="L", help="default: the length last trained with")
-    add("--stride", type=positive_int, metavar="S", help="sliding only: tokens of a window that count")
-    add(
-        "--cache-length", type=positive_int, metavar="C",
-        help="cached and token-by-token only; default: the length last trained with",
-    )  # fmt: skip
-    add("--batch-rows", type=positive_int, metavar="N", help="nonoverlapping and sliding only: windows at once")
-    add(
-        "--lanes", type=positive_int, metavar="N",
-        help="cached and token-by-token only: cut the walk into N lanes that several processes can share, each warmed "
-        f"by the segment before it; default: {lanes}",
-    )  # fmt: skip
-    add(
-        "--same-length", action="store_true", default=None,
-        help="relative positions only: each token sees C tokens, itself included",
-    )  # fmt: skip
-    add(
-        "--clamp-distance", type=positive_int, metavar="N",
-        help="relative positions only: longer distances count as N",
-    )  # fmt: skip
-    add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
-
-
-def request_of(args: argparse.Namespace) -> Request:
-    return Request(**{field.name: getattr(args, field.name) for field in fields(Request)})
 
 
 @contextmanager

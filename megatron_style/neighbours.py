@@ -23,9 +23,10 @@ from megatron_style.data.store import open_store
 from megatron_style.datastore.approximate import index_shape, write_index
 from megatron_style.datastore.build import build, is_built, make_manifest
 from megatron_style.datastore.store import open_datastore
-from megatron_style.evaluate import DTYPES, add_protocol_flags, process_grid, request_of
+from megatron_style.evaluate import process_grid
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
+from megatron_style.inference.arguments import DTYPES, add_protocol_flags, request_of
 from megatron_style.inference.measure import token_bar
 from megatron_style.inference.scoring import MODES, Protocol, Reader, make_protocol
 

@@ -47,6 +47,7 @@ HOLDS: Holds = {
     "dropout": ANY,
 }
 _SHARED_KEYS = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # same name here
+_LATER_KEYS = frozenset({"norm", "sandwich", "memory", "routing"})  # folders of older versions have only the default
 _SCORED_AT_ONCE = 32  # tokens; each has a float64 for every token of the vocabulary
 
 
@@ -61,8 +62,7 @@ def recognises(path: Path) -> bool:
 def read(folder: Path) -> ModelSource:
     path = folder / CONFIG_FILE
     settings = read_settings(folder)
-    required = {key for key, field in ModelConfig.model_fields.items() if field.is_required()}
-    for key in sorted(_SHARED_KEYS | required | {"eos_token_id"}):
+    for key in sorted(_SHARED_KEYS | ModelConfig.model_fields.keys() - _LATER_KEYS | {"eos_token_id"}):
         if key not in settings:
             raise UserError(f"{path}: lacks '{key}', so it is not a complete export of `convert export-hf`")
     model = {key: settings[key] for key in ModelConfig.model_fields if key in settings}

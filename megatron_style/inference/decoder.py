@@ -4,6 +4,7 @@ With position-infused attention, a key is W(x + p) + b = W x + (W p + b): a toke
 Own parts and values are kept in buffers, and the parts of all places are computed once. So a new token costs one row
 through the model, and when a segment becomes the cache of the next, its keys move to their new places by an addition.
 With relative positions, keys have no part of their places, and the projections of all distances are computed once.
+Compressed slots have the first places; a model that has them also keeps the tokens, of which new slots are made.
 
 Shape letters: B rows, T new tokens, N = B x T, S places, D hidden, H local heads, E head size.
 """
@@ -20,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_style.config.model import Positions
-from megatron_style.model.attention import RelativeAttention, attention_of
+from megatron_style.model.attention import CompressiveRelativeAttention, RelativeAttention, attention_of
 from megatron_style.model.block import Block
 from megatron_style.model.kernels import causal_mask
-from megatron_style.model.memory import UNLIMITED, Reach
+from megatron_style.model.memory import UNLIMITED, Reach, memory_of
 from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
@@ -62,20 +63,22 @@ class Decoder:
     def __init__(
         self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int, reach: Reach = UNLIMITED
     ) -> None:
-        assert attention_of(model.config).can_decode, "this model's segments have to be re-encoded"
+        assert attention_of(model.config).can_decode, "positions must enter queries and keys only"
         self._model = model
         self._window = reach.window
         self._segment_length = segment_length
-        self._cache_length = cache_length
         self._device = model.positions.table.device
-        self._cached = [0] * rows  # places of the previous segment
-        self._filled = [0] * rows  # places in use
+        config = model.config
+        first = memory_of(config).length_after(0, config, cache_length)
+        most = memory_of(config).length_after(cache_length, config, cache_length)
+        self._cached = [first] * rows  # places of the memory
+        self._filled = [first] * rows  # places in use
         self._shared = 0  # the first places, which are known to be equal in all rows
-        pos_SD = model.positions(segment_length + cache_length)
+        pos_SD = model.positions(most + segment_length)
         if reach.clamp is not None:
             pos_SD = pos_SD[torch.arange(len(pos_SD), device=self._device).clamp(max=reach.clamp)]
-        kind = _LAYERS[model.config.positions]
-        self._layers = [kind(block, rows, pos_SD) for block in model.blocks]
+        kind = (_LAYERS if config.memory is None else _COMPRESSIVE_LAYERS)[config.positions]
+        self._layers = [kind(block, rows, pos_SD, cache_length) for block in model.blocks]
 
     @torch.no_grad()
     def read(self, ids: Sequence[int] | Tensor, *, row: int = 0) -> Reading:
@@ -116,10 +119,8 @@ class Decoder:
         """Return the free places of the row's segment. A full segment first becomes the cache of the next."""
         filled = self._filled[row]
         if filled - self._cached[row] == self._segment_length:
-            kept = min(self._cache_length, filled)
             for layer in self._layers:
-                layer.move_to_front(row, slice(filled - kept, filled))
-            self._cached[row] = self._filled[row] = kept
+                self._cached[row] = self._filled[row] = layer.move_to_front(row, filled)
             self._shared = 0
         return self._segment_length - (self._filled[row] - self._cached[row])
 
@@ -158,8 +159,9 @@ class _Layer(ABC):
     weights: a quarter of the block's. `buffers` are [B, S, H, E], the keys and values last."""
 
     @torch.no_grad()
-    def __init__(self, block: Block, rows: int, pos_SD: Tensor, buffers: int) -> None:
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor, cache_length: int, buffers: int) -> None:
         self._block = block
+        self._cache_length = cache_length
         attention = block.attention
         self._inward = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
         E = attention.head_size
@@ -193,21 +195,29 @@ class _Layer(ABC):
     def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
         """Keep the keys and values of new tokens. Return their queries, and the mask or bias of their scores."""
 
-    def move_to_front(self, row: int, kept: slice) -> None:
-        """Move the last tokens to the first places: once per segment, not once per token."""
+    @abstractmethod
+    def _project(self, x_BTD: Tensor, rows: slice | Tensor, places: slice | Tensor) -> Tensor:
+        """Keep the keys and values of tokens. Return their queries."""
+
+    def move_to_front(self, row: int, filled: int, first: int = 0) -> int:
+        """Move the cached tokens to the places from `first` on: once per segment, not once per token. Return the number
+        of places in use then."""
+        kept = min(self._cache_length, filled - first)
         for buffer in self.buffers:
-            buffer[row, : kept.stop - kept.start] = buffer[row, kept].clone()
+            buffer[row, first : first + kept] = buffer[row, filled - kept : filled].clone()
+        return first + kept
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], 3, -1, self._block.attention.head_size)
+        E = self._block.attention.head_size
+        return x.view(*x.shape[:-1], 3, x.shape[-1] // (3 * E), E)
 
 
 class _InfusedLayer(_Layer):
     """In addition to keys it keeps their own parts, to which another place can be added."""
 
     @torch.no_grad()
-    def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
-        super().__init__(block, rows, pos_SD, buffers=3)
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor, cache_length: int) -> None:
+        super().__init__(block, rows, pos_SD, cache_length, buffers=3)
         attention = block.attention
         assert attention.value.bias is not None, "only relative attention has no biases"
         pos_SD = pos_SD.to(self._inward.dtype)
@@ -216,47 +226,119 @@ class _InfusedLayer(_Layer):
         self._own_keys_BSHE = self.buffers[0]
 
     def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
-        new = (run.rows, run.places)
-        own_BT3HE = self._heads(_product(x_BTD, self._inward))
-        query, keys, values = (own_BT3HE + self._places_S3HE[run.places]).unbind(2)
-        self._own_keys_BSHE[new] = own_BT3HE[:, :, 1]
-        self._keys_BSHE[new] = keys
-        self._values_BSHE[new] = values
-        return query, run.mask
+        return self._project(x_BTD, run.rows, run.places), run.mask
 
-    def move_to_front(self, row: int, kept: slice) -> None:
-        super().move_to_front(row, kept)
-        first = slice(0, kept.stop - kept.start)
-        self._keys_BSHE[row, first] = self._own_keys_BSHE[row, first] + self._places_S3HE[first, 1]
+    def _project(self, x_BTD: Tensor, rows: slice | Tensor, places: slice | Tensor) -> Tensor:
+        own_BT3HE = self._heads(_product(x_BTD, self._inward))
+        query, keys, values = (own_BT3HE + self._places_S3HE[places]).unbind(2)
+        self._own_keys_BSHE[rows, places] = own_BT3HE[:, :, 1]
+        self._keys_BSHE[rows, places] = keys
+        self._values_BSHE[rows, places] = values
+        return query
+
+    def move_to_front(self, row: int, filled: int, first: int = 0) -> int:
+        kept = super().move_to_front(row, filled, first)
+        self._keys_BSHE[row, :kept] = self._own_keys_BSHE[row, :kept] + self._places_S3HE[:kept, 1]
+        return kept
 
 
 class _RelativeLayer(_Layer):
     """Its keys do not depend on their places; the bias of a score depends on the query and the distance."""
 
     @torch.no_grad()
-    def __init__(self, block: Block, rows: int, pos_SD: Tensor) -> None:
-        super().__init__(block, rows, pos_SD, buffers=2)
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor, cache_length: int) -> None:
+        super().__init__(block, rows, pos_SD, cache_length, buffers=2)
         self._attention = cast(RelativeAttention, block.attention)
-        by_distance = self._attention.distance(pos_SD.to(self._inward.dtype))
-        self._distances_HES = by_distance.view(len(pos_SD), -1, self._attention.head_size).permute(1, 2, 0).contiguous()
+        self._distances_HES = self._by_head(self._attention.distance(pos_SD.to(self._inward.dtype)))
 
     def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
-        new = (run.rows, run.places)
-        query, keys, values = self._heads(_product(x_BTD, self._inward)).unbind(2)
-        self._keys_BSHE[new] = keys
-        self._values_BSHE[new] = values
-        distant_BHTE = (query + self._attention.distance_bias).transpose(1, 2) * self._attention.head_size**-0.5
-        distances_BTS = run.distances(x_BTD.device)
-        scores_BHTS = distant_BHTE @ self._distances_HES[..., : distances_BTS.shape[-1]]
-        bias_BHTS = scores_BHTS.gather(-1, distances_BTS[:, None].expand(scores_BHTS.shape))
+        query = self._project(x_BTD, run.rows, run.places)
+        bias_BHTS = self._bias(query, run.distances(x_BTD.device))
         if run.mask is not None:
             bias_BHTS = bias_BHTS.masked_fill(~run.mask, -torch.inf)
-        return query + self._attention.content_bias, bias_BHTS
+        return query + self._attention.content_bias * self._attention.bias_scale, bias_BHTS
+
+    def _project(self, x_BTD: Tensor, rows: slice | Tensor, places: slice | Tensor) -> Tensor:
+        query, keys, values = self._heads(_product(x_BTD, self._inward)).unbind(2)
+        self._keys_BSHE[rows, places] = keys
+        self._values_BSHE[rows, places] = values
+        return query
+
+    def _bias(self, query_BTHE: Tensor, distances_BTS: Tensor) -> Tensor:
+        table_HES = self._distances_HES[..., : distances_BTS.shape[-1]]
+        return self._scored(query_BTHE, self._attention.distance_bias, table_HES, distances_BTS)
+
+    def _scored(self, query_BTHE: Tensor, bias_HE: Tensor, table_HES: Tensor, distances_BTS: Tensor) -> Tensor:
+        """Return the scores of queries and distances [B, H, T, S], given the projections of all distances."""
+        attention = self._attention
+        distant_BHTE = (query_BTHE + bias_HE * attention.bias_scale).transpose(1, 2) * attention.head_size**-0.5
+        scores_BHTS: Tensor = distant_BHTE @ table_HES
+        return scores_BHTS.gather(-1, distances_BTS[:, None].expand(*scores_BHTS.shape[:-1], -1))
+
+    def _by_head(self, x_SD: Tensor) -> Tensor:
+        return x_SD.view(len(x_SD), -1, self._attention.head_size).permute(1, 2, 0).contiguous()
 
 
-_LAYERS: Mapping[Positions, Callable[[Block, int, Tensor], _Layer]] = {
+class _CompressiveLayer(_Layer):
+    """A layer that also keeps the tokens of memory and segment. It begins with a full memory of zeros."""
+
+    @torch.no_grad()
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor, cache_length: int) -> None:
+        super().__init__(block, rows, pos_SD, cache_length)  # type: ignore[call-arg]
+        assert block.compression is not None
+        self._compression = block.compression
+        self._slots = block.compression.slots
+        self._remembered = self._slots + cache_length
+        self._tokens_BSD = self._inward.new_zeros(rows, len(pos_SD), self._inward.shape[1])
+        self._project(self._tokens_BSD[:, : self._remembered], slice(0, rows), slice(0, self._remembered))
+        self.buffers.insert(0, self._tokens_BSD)
+
+    def _append(self, x_BTD: Tensor, run: _Run) -> tuple[Tensor, Tensor | None]:
+        self._tokens_BSD[run.rows, run.places] = x_BTD
+        return super()._append(x_BTD, run)  # type: ignore[safe-super]
+
+    def move_to_front(self, row: int, filled: int, first: int = 0) -> int:
+        """Compress the tokens that leave the memory, then move those that stay to the places after the slots."""
+        assert first == 0
+        rows = slice(row, row + 1)
+        memory, segment = self._tokens_BSD[rows, :filled].split([self._remembered, filled - self._remembered], 1)
+        _, slots_BND = self._compression(memory, segment)
+        new_BND = slots_BND[:, max(0, slots_BND.shape[1] - self._slots) :]
+        old = self._slots - new_BND.shape[1]
+        for buffer in self.buffers:
+            buffer[row, :old] = buffer[row, self._slots - old : self._slots].clone()
+        self._project(new_BND, rows, slice(old, self._slots))
+        return super().move_to_front(row, filled, self._slots)
+
+
+class _CompressiveInfusedLayer(_CompressiveLayer, _InfusedLayer):
+    """Slots have places, as tokens have."""
+
+
+class _CompressiveRelativeLayer(_CompressiveLayer, _RelativeLayer):
+    """Slots have the distances that they would have directly before the segment."""
+
+    @torch.no_grad()
+    def __init__(self, block: Block, rows: int, pos_SD: Tensor, cache_length: int) -> None:
+        super().__init__(block, rows, pos_SD, cache_length)
+        attention = cast(CompressiveRelativeAttention, block.attention)
+        self._slot_bias_HE = attention.slot_bias
+        near_SD = pos_SD[: len(pos_SD) - cache_length].to(self._inward.dtype)
+        self._slot_distances_HES = self._by_head(attention.slot_distance(near_SD))
+
+    def _bias(self, query_BTHE: Tensor, distances_BTS: Tensor) -> Tensor:
+        of_slots = distances_BTS[..., : self._slots] - self._cache_length
+        slots_BHTC = self._scored(query_BTHE, self._slot_bias_HE, self._slot_distances_HES, of_slots)
+        return torch.cat([slots_BHTC, super()._bias(query_BTHE, distances_BTS[..., self._slots :])], -1)
+
+
+_LAYERS: Mapping[Positions, Callable[[Block, int, Tensor, int], _Layer]] = {
     "infused": _InfusedLayer,
     "relative": _RelativeLayer,
+}
+_COMPRESSIVE_LAYERS: Mapping[Positions, Callable[[Block, int, Tensor, int], _Layer]] = {
+    "infused": _CompressiveInfusedLayer,
+    "relative": _CompressiveRelativeLayer,
 }
 
 

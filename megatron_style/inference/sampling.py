@@ -72,8 +72,7 @@ class Walk(Protocol):
 
 
 class Reencoder:
-    """A walk for models with added positions, which cannot be subtracted again, or with a compressed memory: each token
-    re-encodes its segment."""
+    """A walk for models with added positions, which cannot be subtracted again: each token re-encodes its segment."""
 
     def __init__(self, model: Shortformer, *, rows: int, segment_length: int, cache_length: int) -> None:
         self._model = model

@@ -296,8 +296,6 @@ class TokenByToken(Cached):
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
     ) -> Protocol:
         found = super().protocol(request, config, length, tokens=tokens, where=where)
-        if config.model.memory is not None:
-            raise UserError(f"{where}: has a compressed memory, which token-by-token cannot make; use --mode cached")
         if not attention_of(config.model).can_decode:
             kind = config.model.positions
             raise UserError(f"{where}: has {kind} positions, so a cached token cannot be read again; use --mode cached")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig, Positions
-from megatron_style.model.compression import KeysValues, Replaced, reconstruction_loss
+from megatron_style.model.compression import KeysValues, Replaced, leaving, reconstruction_loss
 from megatron_style.model.kernels import attend, attend_with_distances, causal_mask, score_distances
 from megatron_style.model.memory import UNLIMITED, Reach
 from megatron_style.model.positions import SinusoidalPositions, distance_sinusoids, sinusoids
@@ -54,6 +54,7 @@ class Attention(nn.Module):
     can_decode: ClassVar[bool] = False  # an added position cannot be removed from a cached token when the token moves
     has_biases: ClassVar[bool] = True
     has_output_bias: ClassVar[bool] = True
+    projects_positions: ClassVar[bool] = False  # True if queries and keys are projections of tokens with positions
 
     def __init__(self, config: ModelConfig, axis: Axis, heads: int | None = None) -> None:
         """Make all heads of a model, or the first `heads` of them."""
@@ -63,6 +64,8 @@ class Attention(nn.Module):
         width = self.head_size * (heads or config.heads)
         self.axis = axis
         self.dropout = config.dropout.attention
+        self.slots = 0 if config.memory is None else config.memory.compressed
+        self.rate = 1 if config.memory is None else config.memory.rate
         bias = uniform(D**-0.5) if self.has_biases else None
         inward = {"axis": axis, "weight": xavier(D, D, gain=2**-0.5), "bias": bias}
         self.query = ColumnParallelLinear(D, width, **inward)  # type: ignore[arg-type]
@@ -96,23 +99,26 @@ class Attention(nn.Module):
         """Return what this rank's heads give the output projection [B, T, H x E] and, if what tokens are replaced by is
         trained, the loss of that."""
         placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
-        asking: tuple[Tensor, ...] = ()
-        answering: tuple[Tensor, ...] = ()
+        slots: tuple[Tensor, ...] = ()
         if replaced is not None and replaced[1].requires_grad:
-            left_BND, slots_BND = replaced
-            asking = (x_BTD.detach(),)
-            answering = (left_BND, copy_to_shards(slots_BND, self.axis))
-        queries, *own_queries = self._projected(self.query, placed_BTD, frozen=asking)
+            slots = (copy_to_shards(replaced[1], self.axis),)
+        # A loss without positions needs queries and keys without them, of the segment and of the tokens that leave.
+        unplaced = (x_BTD.detach(), replaced[0]) if replaced and slots and self.projects_positions else ()
+        queries, *own_queries = self._projected(self.query, placed_BTD, frozen=unplaced[:1])
         # The memory is projected apart from the segment: no gradient has to flow back to it.
-        keys, cached_keys, *own_keys = self._projected(self.key, placed_BTD, placed_BCD, frozen=answering)
-        values, cached_values, *own_values = self._projected(self.value, x_BTD, cached_BCD, frozen=answering)
+        keys, cached_keys, *own_keys = self._projected(self.key, placed_BTD, placed_BCD, frozen=(*slots, *unplaced[1:]))
+        values, cached_values, *own_values = self._projected(self.value, x_BTD, cached_BCD, frozen=slots)
         dropout = self.dropout if noise is not None else 0.0
         mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
         mixture_BTD = mixed_BHTE.transpose(1, 2).flatten(2)
-        if not own_queries:
+        if not slots:
             return mixture_BTD, None
-        left, slots = zip(own_keys, own_values, strict=True)
-        return mixture_BTD, reconstruction_loss(own_queries[0], left, slots, self.axis)
+        slot_keys, slot_values = own_keys[0], own_values[0]
+        tokens = slot_keys.shape[2] * self.rate
+        left_keys = own_keys[1] if unplaced else leaving(cached_keys, keys, self.slots, tokens)
+        left_values = leaving(cached_values, values, self.slots, tokens)
+        own = own_queries[0] if unplaced else queries.detach()
+        return mixture_BTD, reconstruction_loss(own, (left_keys, left_values), (slot_keys, slot_values), self.axis)
 
     def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
         """Return the segment and the memory with the positions that the projections of queries and keys see."""
@@ -140,6 +146,7 @@ class InfusedAttention(Attention):
     tokens can be attended to at other positions."""
 
     can_decode = True
+    projects_positions = True
 
     @staticmethod
     def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
@@ -199,24 +206,16 @@ class RelativeAttention(Attention):
         return bias_HE[:, None] * self.bias_scale if self.bias_scale != 1 else bias_HE[:, None]
 
 
-class CompressiveInfusedAttention(InfusedAttention):
-    """Compressed slots have the first positions, and the tokens of the memory those after them."""
-
-    can_decode = False  # the decoder keeps projections, and a compression needs the tokens
-
-
 class CompressiveRelativeAttention(RelativeAttention):
     """The Compressive Transformer's attention. Compressed slots have a projection of distances and a v of their own,
     and the distances that they would have directly before the segment. u and v are not divided by the root of E."""
 
-    can_decode = False  # the decoder keeps projections, and a compression needs the tokens
     has_output_bias = True
 
     def __init__(self, config: ModelConfig, axis: Axis) -> None:
         super().__init__(config, axis)
         assert config.memory is not None
         D = config.hidden_size
-        self.slots = config.memory.compressed
         self.bias_scale = self.head_size**0.5
         self.slot_bias = parameter(Layout((config.heads, self.head_size), 0, draw=normal(0.02)), axis)
         self.slot_distance = ColumnParallelLinear(D, D, axis=axis, weight=xavier(D, D, gain=2**-0.5), bias=None)
@@ -235,7 +234,7 @@ ATTENTIONS: Mapping[Positions, type[Attention]] = {
     "relative": RelativeAttention,
 }
 COMPRESSIVE_ATTENTIONS: Mapping[Positions, type[Attention]] = {
-    "infused": CompressiveInfusedAttention,
+    "infused": InfusedAttention,  # slots have the first positions, and the tokens of the memory those after them
     "relative": CompressiveRelativeAttention,
 }
 

@@ -37,11 +37,8 @@ class Compression(nn.Module):
         """Return the tokens, without gradient, and their slots. Tokens that fill no group of `rate` are left out; only
         the last segment of a text has any, and nothing reads the memory after it."""
         count = segment_BTD.shape[1] // self.rate * self.rate
-        oldest = cached_BCD[:, self.slots : self.slots + count]
-        if (missing := count - oldest.shape[1]) > 0:
-            oldest = torch.cat([oldest, segment_BTD[:, :missing]], dim=1)
-        oldest = oldest.detach()
-        return oldest, self.compress(oldest.unflatten(1, (-1, self.rate)))
+        left_BND = leaving(cached_BCD, segment_BTD, self.slots, count)
+        return left_BND, self.compress(left_BND.unflatten(1, (-1, self.rate)))
 
     @abstractmethod
     def compress(self, groups_BNRD: Tensor) -> Tensor:
@@ -79,6 +76,15 @@ COMPRESSIONS: Mapping[str, type[Compression]] = {"convolution": Convolution, "me
 
 def compression_of(config: ModelConfig, axis: Axis) -> Compression | None:
     return None if config.memory is None else COMPRESSIONS[config.memory.function](config, axis)
+
+
+def leaving(cached: Tensor, segment: Tensor, slots: int, count: int) -> Tensor:
+    """Return the oldest `count` tokens after the slots, of memory and segment, without gradient. The dim of tokens is
+    the last but one."""
+    oldest = cached[..., slots : slots + count, :]
+    if (missing := count - oldest.shape[-2]) > 0:
+        oldest = torch.cat([oldest, segment[..., :missing, :]], dim=-2)
+    return oldest.detach()
 
 
 def reconstruction_loss(queries_BHTE: Tensor, left: KeysValues, slots: KeysValues, axis: Axis) -> Tensor:

@@ -26,8 +26,9 @@ Model = Literal[
     "transformer_xl_staged",
     "compressive",
     "compressive_shortformer",
+    "routing",
 ]
-_OWN_STAGES: frozenset[Model] = frozenset({"transformer_xl", "transformer_xl_staged", "compressive"})
+_OWN_STAGES: frozenset[Model] = frozenset({"transformer_xl", "transformer_xl_staged", "compressive", "routing"})
 Text = Literal["wikitext103", "tbc"]
 
 
@@ -102,6 +103,9 @@ def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
             data["model"]["sandwich"] = max(1, round(sandwich * scale.model.layers / paper_layers))
         if memory := data["model"].get("memory"):
             memory["compressed"] = scale.length(memory["compressed"])
+        if routing := data["model"].get("routing"):
+            spans = {key: scale.length(routing[key]) for key in ("window", "local")}
+            data["model"]["routing"] = routing | spans | {"heads": scale.model.heads // 2}
         data["data"]["tokens_per_batch"] = scale.tokens_per_batch
         rate = {"peak": scale.peak_rate, "floor": scale.peak_rate / 50, "warmup_steps": scale.steps // 20}
         data["optimizer"] = {"name": "adamw", "learning_rate": rate, "clip_norm": 1.0}

@@ -69,6 +69,7 @@ CACHE_NO_PIA = RunSpec("ablation_cache_no_pia", 512)
 SANDWICH = RunSpec("sandwich", 3072)
 SANDWICH_SHORTFORMER = RunSpec("sandwich_shortformer", 512, first_length=128, first_epochs=100)
 TRANSFORMER_XL = RunSpec("transformer_xl", 384)
+ROUTING = RunSpec("routing", 3072)  # with 4,096 tokens at the scale of the paper
 COMPRESSIVE = RunSpec("compressive", 512)
 COMPRESSIVE_SHORTFORMER = RunSpec("compressive_shortformer", 512, first_length=128, first_epochs=100)
 STAGED_TRANSFORMER_XL = RunSpec("transformer_xl_staged", 384, first_length=128, first_epochs=100)
@@ -251,6 +252,7 @@ _COMPARED: Mapping[str, RunSpec] = {  # what the tables that compare models trai
     "sandwich + shortformer": SANDWICH_SHORTFORMER,
     "transformer-xl": TRANSFORMER_XL,
     "staged transformer-xl": STAGED_TRANSFORMER_XL,
+    "routing": ROUTING,
     "compressive": COMPRESSIVE,
     "compressive + shortformer": COMPRESSIVE_SHORTFORMER,
 }

@@ -221,9 +221,9 @@ class _Compressive(Attention):
             return base
         D = self.batch.model.hidden_size
         L = self.batch.stage.segment_length
-        # The tokens have no gradient: their queries, keys, values and attention are computed once, and the convolution
-        # has one gradient. Keys and values of slots have one too, as their weights learn nothing here.
-        once = 3 * D * D + 2 * L * D
+        # The tokens that leave have no gradient: attention to them is computed once, and the convolution has one
+        # gradient. Keys and values of slots have one too, as their weights learn nothing here.
+        once = self._projected_again * D * D + 2 * L * D
         twice = D * D + 2 * D * D / memory.rate
         return base + (once + 2 * twice) / PASSES + 2 * L / memory.rate * D
 
@@ -250,6 +250,11 @@ class _Compressive(Attention):
         return Sent(base.messages + 2 * times + 1, base.vectors + vectors, base.other + times * _FLOAT)
 
     @property
+    def _projected_again(self) -> int:
+        """Return the projections of each token for the loss, in addition to those of attention."""
+        return 0
+
+    @property
     def _memory(self) -> CompressionConfig:
         assert self.batch.model.memory is not None
         return self.batch.model.memory
@@ -261,7 +266,11 @@ class _Compressive(Attention):
 
 @dataclass(frozen=True)
 class CompressiveInfusedAttention(_Compressive, InfusedAttention):
-    """Compressed slots have positions, as tokens have."""
+    """Compressed slots have positions, as tokens have. The loss needs queries and keys without them."""
+
+    @property
+    def _projected_again(self) -> int:
+        return 2
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tests.support.training import write_corpus
 pytestmark = pytest.mark.slow
 STEPS = 160
 TIMEOUT = 5.0  # seconds without a heartbeat after which a rank is lost
-SUPERVISE = ("launch/supervise.sh", "--pause", "1s", "--retries", "6", "--hostfile")
+SUPERVISE = ("launch/supervise.sh", "--pause", "0.2s", "--retries", "6", "--hostfile")
 
 
 def kill_a_rank(hosts: Cluster, folder: Path) -> None:
@@ -171,7 +171,7 @@ def wait_for_step(folder: Path, step: int, supervisor: subprocess.Popen[bytes]) 
         assert supervisor.poll() is None, told(folder)
         if last_step(folder) >= step:
             return
-        time.sleep(0.05)
+        time.sleep(0.1)
     raise AssertionError(told(folder))
 
 

@@ -12,8 +12,10 @@ from megatron_style.base.command import run_command
 from megatron_style.doctor import main
 from megatron_style.hosts.diagnosis import judge_clocks, judge_disk, judge_host, judge_versions
 from megatron_style.hosts.hosts import Host
+from tests.support.in_child import in_child
 from tests.support.launch import free_port, launch
 from tests.support.small_run import write_small_run
+from tests.support.tiny import expect_refusal, run_here
 
 A, B = Host("a", 4), Host("b", 4)
 
@@ -34,31 +36,26 @@ def test_a_run_that_would_start_here(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=1)
-    result = launch("doctor", run_file, "--set", "parallel.tensor=2")
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "parallel.tensor (2) must divide the 1 processes" in result.stdout.splitlines()[0]
+    done = in_child(run_here, main, run_file, "--set", "parallel.tensor=2")
+    assert done.code == 1, done.out + done.err
+    assert "parallel.tensor (2) must divide the 1 processes" in done.out.splitlines()[0]
     (tmp_path / "train.bin").unlink()
-    findings = json.loads(launch("doctor", run_file, "--json").stdout)["findings"]
+    findings = json.loads(in_child(run_here, main, run_file, "--json").out)["findings"]
     assert [finding["subject"] for finding in findings if finding["level"] == "FAIL"] == ["localhost", "run"]
     assert f"cannot read {tmp_path / 'train.bin'}" in findings[0]["message"]
 
 
-@pytest.mark.slow
 def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
     for argv in (["nowhere.yaml"], ["--hostfile", tmp_path / "hosts"]):
-        result = launch("doctor", *argv)
-        assert result.returncode == 2
-        (line,) = result.stderr.splitlines()
-        assert line.startswith("error: ")
-        assert str(argv[-1]) in line
+        expect_refusal(run_here(main, *argv), str(argv[-1]))
 
 
 @pytest.mark.slow
 def test_a_rehearsal_of_one_rank_of_many(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=4, parallel={"tensor": 2})
-    result = launch("doctor", run_file, "--rehearse", 8, "--rank", 5, "--json")
-    assert result.returncode == 0, result.stdout + result.stderr
-    told = json.loads(result.stdout)
+    done = in_child(run_here, main, run_file, "--rehearse", 8, "--rank", 5, "--json")
+    assert done.code == 0, done.out + done.err
+    told = json.loads(done.out)
     rehearsal = told["rehearsal"]
     assert (rehearsal["rank"], rehearsal["ranks"], rehearsal["failure"]) == (5, 8, None)
     assert [each["stage"]["segment_length"] for each in rehearsal["stages"]] == [8, 24]

@@ -68,7 +68,10 @@ REFERENCE = {
 
 @pytest.mark.slow
 @needs_oracle
-@pytest.mark.parametrize("record", REFERENCE)
+@pytest.mark.parametrize(
+    "record",  # tests/model/test_reference_parity.py has all of them, without the command
+    ["a_nonoverlap", "b_cache16", *(pytest.param(name, marks=pytest.mark.sweep) for name in REFERENCE)],
+)
 def test_every_token_costs_what_it_cost_the_reference(tmp_path: Path, imported: Path, record: str) -> None:
     model, mode, tolerance = REFERENCE[record]
     flags = ["--data", ORACLE / "data" / "valid", *mode, "--dtype", "float64", "--nll", tmp_path / "out.npz", "--json"]

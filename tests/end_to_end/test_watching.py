@@ -89,14 +89,14 @@ def test_no_second_is_lost_between_a_line_and_a_checkpoint(folder: Path) -> None
     assert sum(ends) == pytest.approx(lines[-1]["seconds"])
 
 
-SAMPLED = {"evaluate_every": 5, "sample_tokens": 12, "save_every": 10}
+SAMPLED = {"evaluate_every": 3, "sample_tokens": 12, "save_every": 6}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("alone")
     write_corpus(folder)
-    run = make_run(folder, steps=10, output=SAMPLED)
+    run = make_run(folder, steps=6, output=SAMPLED)
     on_ranks(run, 1)
     return run
 
@@ -111,10 +111,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     ids=str,
 )
 def test_samples_are_those_of_one_process(folder: Path, alone: RunConfig, grid: dict[str, int]) -> None:
-    run = make_run(folder, steps=10, output=SAMPLED, **grid)
+    run = make_run(folder, steps=6, output=SAMPLED, **grid)
     on_ranks(run, size_of(grid))
     samples = metrics(run, "sample")
-    assert [sample["step"] for sample in samples] == [5, 10]
+    assert [sample["step"] for sample in samples] == [3, 6]
     assert all(len(sample["text"].split()) == 12 for sample in samples)
     assert samples == metrics(alone, "sample")
 
@@ -135,13 +135,13 @@ def size_of(grid: dict[str, int]) -> int:
     ids=str,
 )
 def test_validating_and_sampling_after_every_step_changes_nothing(folder: Path, grid: dict[str, int]) -> None:
-    settings: dict[str, Any] = {"steps": 4, "dropout": True, **grid}
+    settings: dict[str, Any] = {"steps": 2, "dropout": True, **grid}
     never = make_run(folder, "never", output={"evaluate_every": 100, "sample_tokens": 0}, **settings)
-    always = make_run(folder, "always", output={"evaluate_every": 1, "sample_tokens": 10}, **settings)
+    always = make_run(folder, "always", output={"evaluate_every": 1, "sample_tokens": 5}, **settings)
     for run in (never, always):
         on_ranks(run, size_of(grid))
     assert metrics(never, "sample") == []
-    assert len(metrics(always, "sample")) == 4
+    assert len(metrics(always, "sample")) == 2
     assert metrics(never) == metrics(always)
     mine, theirs = final_state(always), final_state(never)
     assert all(torch.equal(mine[name][key], x) for name, state in theirs.items() for key, x in state.items())

@@ -28,6 +28,7 @@ from megatron_style.engine.spikes import extend_window, find_spike, loss_of_all_
 from megatron_style.parallel.topology import Topology
 from megatron_style.train import train
 from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
+from tests.support.training import write_corpus
 
 pytestmark = pytest.mark.slow
 SPIKE = {"factor": 2.0, "action": "skip", "window": 4}
@@ -119,12 +120,22 @@ def test_a_spike_is_an_event(folder: Path, capfd: pytest.CaptureFixture[str]) ->
     assert (point.step, point.value) == (9, pytest.approx(event["loss"]))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run with spikes that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_corpus(folder)
+    run = spiking_run(folder)
+    with spiked():
+        on_ranks(run, 1)
+    return run
+
+
 @pytest.mark.parametrize("halt_after", [5, 6, 8])
-def test_a_resumed_run_finds_the_same_spikes(folder: Path, halt_after: int) -> None:
+def test_a_resumed_run_finds_the_same_spikes(folder: Path, whole: RunConfig, halt_after: int) -> None:
     """The window is saved: right after a resumption there are losses enough to judge by."""
     with spiked():
-        whole, run = spiking_run(folder, "whole"), spiking_run(folder)
-        on_ranks(whole, 1)
+        run = spiking_run(folder)
         on_ranks(run, 1, halt_after=halt_after)
         on_ranks(run, 1)
     expect_bitwise(run, whole)

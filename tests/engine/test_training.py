@@ -103,8 +103,11 @@ def switch_stages(run: RunConfig) -> None:
         assert optimizer_bytes(trainer) == before
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("optimizer", ["nag", "adamw"])
+@pytest.mark.parametrize(
+    ("zero", "optimizer"),
+    [(0, "nag"), (1, "adamw"), (2, "nag"), (3, "adamw")]
+    + [pytest.param(*case, marks=pytest.mark.sweep) for case in ((0, "adamw"), (1, "nag"), (2, "adamw"), (3, "nag"))],
+)
 def test_a_switch_leaves_the_optimizer_as_it_is(corpus: Path, zero: int, optimizer: str) -> None:
     run = small_run(corpus, ds={"zero_optimization": {"stage": zero}}, optimizer={"name": optimizer})
     run_ranks(2, switch_stages, run)
@@ -127,8 +130,8 @@ def train_with_preflight(run: RunConfig, with_preflight: bool) -> tuple[list[flo
 
 @pytest.mark.parametrize("ds", [
     {"zero_optimization": {"stage": 0}},
-    {"zero_optimization": {"stage": 1}},
-    {"zero_optimization": {"stage": 2}},
+    pytest.param({"zero_optimization": {"stage": 1}}, marks=pytest.mark.sweep),
+    pytest.param({"zero_optimization": {"stage": 2}}, marks=pytest.mark.sweep),
     {"zero_optimization": {"stage": 3}},
     {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
@@ -176,7 +179,7 @@ def test_tensor_ranks_drop_the_same_of_what_they_share_and_not_of_what_they_spli
     assert set(shared_0) == set(split_0) == {0.0, 2.0}
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.sweep), (2, 2)])
 def test_recomputing_draws_the_same_dropout_again(corpus: Path, tensor: int, data: int) -> None:
     stored, recomputed = (
         train_on(tensor * data, small_run(corpus, dropout=True, parallel={"tensor": tensor, "recompute": recompute}))
@@ -194,7 +197,7 @@ def test_dropout_differs_from_step_to_step_and_rank_to_rank() -> None:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bf16_trains(corpus: Path, zero: int) -> None:
-    stages = [{"segment_length": 8, "steps": 12}, {"segment_length": 24, "steps": 12}]
+    stages = [{"segment_length": 8, "steps": 8}, {"segment_length": 24, "steps": 8}]
     run = small_run(corpus, stages=stages, ds={"zero_optimization": {"stage": zero}, "bf16": {"enabled": True}},
                     optimizer={"name": "adamw", "learning_rate": {"peak": 0.01}})  # fmt: skip
     history = train_on(2, run)

@@ -22,7 +22,8 @@ SEGMENTS = 3
 def watch(module: nn.Module, seen: dict[str, list[Tensor]]) -> None:
     """Keep what the first block reads and what every sublayer gives, segment by segment."""
 
-    def keep(name: str, values: Tensor) -> None:
+    def keep(name: str, output: Tensor | tuple[Tensor, Tensor | None]) -> None:
+        values = output[0] if isinstance(output, tuple) else output  # our attention also gives a loss, or none
         seen.setdefault(name, []).append(values.detach())
 
     first, *_ = module.blocks

@@ -15,6 +15,7 @@ from megatron_style.inference.decoder import Decoder
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis, Topology
+from tests.support.models import model_config
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 SEEDS = [1, 2, 3]
@@ -134,9 +135,29 @@ def test_beams_of_one_prompt_can_be_chosen_anew_after_every_token(seed: int, L: 
     follow_choices(model, decoder, [prompt] * 3, choices * 2, L, C)
 
 
-def expect_features(text: list[int], expected: Tensor) -> None:
+COMPRESSIVE = ["compressive", "compressive-mean", "compressive-shortformer"]
+
+
+def catalogued(name: str) -> Shortformer:
+    config = model_config(name)
+    model = Shortformer(config.model, config.vocab_size)
+    initialise(model, 1, Axis())
+    return model.double()
+
+
+@pytest.mark.parametrize("name", COMPRESSIVE)
+@pytest.mark.parametrize("choice", [[2, 0, 1], [0, 0, 2]])
+def test_compressed_memories_of_rows_are_chosen_anew(name: str, choice: list[int]) -> None:
+    model, texts = catalogued(name), texts_of([2, 7, 13], 1)
+    decoder = Decoder(model, rows=3, segment_length=4, cache_length=5)
+    for row, text in enumerate(texts):
+        decoder.read(text, row=row)
+    follow_choices(model, decoder, texts, [choice, [0, 1, 2], [0, 1, 2]] * 4, 4, 5)
+
+
+def expect_features(name: str, text: list[int], expected: Tensor) -> None:
     axis = Topology.of_world(tensor=dist.get_world_size()).tensor
-    config = tiny_config()
+    config = model_config(name)
     model = Shortformer(config.model, config.vocab_size, axis)
     initialise(model, 1, axis)
     decoder = Decoder(model.double(), rows=1, segment_length=4, cache_length=5)
@@ -145,6 +166,7 @@ def expect_features(text: list[int], expected: Tensor) -> None:
         expect_equal(decoder.step(torch.tensor([token])).x[0], features)
 
 
-def test_a_model_split_over_ranks_gives_the_same() -> None:
-    model, [text] = seeded_model(1), texts_of([20], 1)
-    run_ranks(2, expect_features, text, walked(model, text, 4, 5))
+@pytest.mark.parametrize("name", ["shortformer", *COMPRESSIVE])
+def test_a_model_split_over_ranks_gives_the_same(name: str) -> None:
+    model, [text] = catalogued(name), texts_of([20], 1)
+    run_ranks(2, expect_features, name, text, walked(model, text, 4, 5))

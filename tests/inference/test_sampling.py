@@ -52,7 +52,16 @@ def test_greedy_text_is_what_recomputing_everything_gives(prompt: list[int], L: 
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("settings", [{}, {"positions": "added"}, {"positions": "added", "cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"positions": "added"},
+        {"positions": "added", "cache": False},
+        {"positions": "relative", "memory": {"compressed": 4, "rate": 2}},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("kind", "sampler"), [("untied", GREEDY), ("adaptive", Sampler(4.0))], ids=["greedy", "drawn"])
 def test_the_same_holds_long_after_the_cache_turned_over(
     settings: dict[str, Any], kind: str, sampler: Sampler, seed: int

@@ -9,8 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from megatron_style.base.errors import UserError
 from megatron_style.engine.local_ranks import run_ranks
-from megatron_style.inference.scoring import Protocol, Score, score
+from megatron_style.inference.scoring import Protocol, Request, Score, make_protocol, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import initialise
@@ -142,6 +143,33 @@ def test_a_lane_is_warmed_by_the_text_before_it(cache_length: int, warm: int) ->
     warmed = score(model, TOKENS[begin:], protocol, eos=int(TOKENS[begin - 1])).nll
     np.testing.assert_allclose(lanes[20:], warmed[warm * 4 :], atol=1e-12)
     assert np.abs(lanes[20:] - score(model, TOKENS, protocol, eos=EOS).nll[20:]).max() > 1e-9  # but not all of it
+
+
+def test_a_lane_is_warmed_by_what_a_compressed_memory_is_made_of() -> None:
+    """The 3 slots of 2 tokens and the cache of 6 are 3 segments."""
+    config = tiny_config(memory={"compressed": 3, "rate": 2})
+    model = tiny_model(config)
+    protocol = make_protocol(Request("cached", 4, lanes=2), config, tokens=40, where="model")
+    assert protocol.contexts(40) == (6 + 6 + 1, 6 + 6 + 4)
+    lanes = score(model, TOKENS, protocol, eos=EOS).nll
+    warmed = score(model, TOKENS[8:], replace(protocol, lanes=1), eos=int(TOKENS[7])).nll
+    np.testing.assert_allclose(lanes[20:], warmed[12:], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Request("cached", 5), r"--segment-length \(5\) must be a multiple of model.memory.rate \(2\); use 4 or 6"),
+        (
+            Request("cached", same_length=True),
+            "--same-length: is about distances of tokens, and model has",
+        ),
+    ],
+)
+def test_what_a_compressed_memory_cannot_do_is_refused(asked: Request, message: str) -> None:
+    config = tiny_config(positions="relative", memory={"compressed": 3, "rate": 2})
+    with pytest.raises(UserError, match=message):
+        make_protocol(asked, config, tokens=40, where="model")
 
 
 def test_lanes_token_by_token_are_the_lanes_of_cached() -> None:

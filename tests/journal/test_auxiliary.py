@@ -15,8 +15,9 @@ from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.model.shortformer import Output
 from megatron_style.train import train
+from tests.support.models import model_config
 from tests.support.runs import tiny_run
-from tests.support.training import VOCAB_SIZE, write_corpus
+from tests.support.training import VOCAB_SIZE, write_corpus, write_ds_config
 
 forward = TrainingEngine.forward
 
@@ -28,8 +29,9 @@ def with_auxiliary(engine: TrainingEngine, inputs: Any, *others: Any) -> Output:
     return output._replace(auxiliary={"ids": ids, "double": 2 * output.nll.mean()})
 
 
-def recorded(folder: Path, *, ranks: int, micro_rows: int) -> list[TrainEvent]:
+def recorded(folder: Path, *, ranks: int, micro_rows: int, **settings: Any) -> list[TrainEvent]:
     run = tiny_run(
+        **settings,
         stages=[{"segment_length": 8, "steps": 3, "micro_rows": micro_rows}],
         tokens_per_batch=192 // ranks,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
@@ -52,6 +54,21 @@ def test_auxiliary_losses_are_means_over_micro_batches_and_ranks(tmp_path: Path)
     board = EventAccumulator(str(RunFolder(tmp_path / "ranks2").tensorboard)).Reload()
     points = [point.value for point in board.Scalars("train/auxiliary/ids")]
     assert points == pytest.approx([event.auxiliary["ids"] for event in two if event.auxiliary])
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_compression_is_recorded_apart_from_the_loss_of_the_text(tmp_path: Path) -> None:
+    """The first segment has zeros in its memory, which are compressed without loss."""
+    write_corpus(tmp_path)
+    model = model_config("compressive").model.as_data()
+    sharded = str(write_ds_config(tmp_path, zero_optimization={"stage": 3}))
+    one = recorded(tmp_path, ranks=1, micro_rows=24, model=model)
+    two = recorded(tmp_path, ranks=2, micro_rows=6, model=model, deepspeed=sharded)
+    for event in (one, two):
+        losses = [train.auxiliary["compression"] for train in event if train.auxiliary]
+        assert losses[0] == 0 < min(losses[1:])
+    assert [event.loss for event in two] == pytest.approx([event.loss for event in one], rel=1e-5)
+    assert [event.auxiliary for event in two] == [pytest.approx(event.auxiliary, rel=1e-4) for event in one]
 
 
 def test_a_model_without_any_records_none(tmp_path: Path) -> None:

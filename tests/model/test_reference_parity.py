@@ -41,7 +41,7 @@ CASES = [
 WALKS = [("b_final", "b_tokbytok"), ("c_final", "c_tokbytok")]
 STRIDES = [("a_sw8", 8), ("a_sw1", 1)]
 # A score depends on what came before only, so the beginning of the text can stand for the whole of it.
-PREFIXES = [4000, pytest.param(21_756, marks=pytest.mark.sweep)]
+PREFIXES = [2000, pytest.param(21_756, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.slow

@@ -4,12 +4,10 @@ Each rehearsal runs in its own process, because it changes DeepSpeed's global st
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -23,11 +21,11 @@ from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.peak_memory import peak_memory
 from megatron_style.rehearsal.rehearsal import Rehearsal, rehearse
+from tests.support.in_child import in_child
 from tests.support.measured_step import measure_step
 from tests.support.runs import tiny_run
 from tests.support.training import write_corpus, write_ds_config
 
-Result = TypeVar("Result")
 RUNS = Path(__file__).parents[2] / "run_configs"
 VOCAB_SIZE, TOKENS = 2000, 1024
 PLENTY = 2.0**40
@@ -48,12 +46,7 @@ ALL_CASES = [Case(zero, half, again) for zero in (1, 2, 3) for half in (False, T
 MORE_CASES = [pytest.param(case, marks=pytest.mark.sweep) for case in ALL_CASES if case not in CASES]
 
 
-def in_child(body: Callable[..., Result], *args: Any) -> Result:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        return pool.submit(body, *args).result()
-
-
-def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> RunConfig:
+def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,), **model: Any) -> RunConfig:
     write_corpus(folder, tokens=10 * TOKENS, vocab_size=VOCAB_SIZE)
     zero = {
         "stage": case.zero,
@@ -71,7 +64,7 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,)) -> Ru
     return tiny_run(
         stages=[{"segment_length": length, "steps": 4, "micro_rows": TOKENS // length // 2} for length in lengths],
         tokens_per_batch=TOKENS,
-        model={"layers": 3, "hidden_size": 128, "heads": 4, "ffn_size": 512, "vocabulary": vocabulary},
+        model={"layers": 3, "hidden_size": 128, "heads": 4, "ffn_size": 512, "vocabulary": vocabulary} | model,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
         parallel={"tensor": 2, "recompute": case.recompute},
         optimizer={"name": "adamw"},
@@ -91,10 +84,18 @@ def test_the_last_rank_of_four_needs_what_it_really_needs(case: Case, tmp_path: 
 
 
 @pytest.mark.slow
+def test_the_same_holds_for_a_compressed_memory(tmp_path: Path) -> None:
+    memory = {"compressed": 48, "rate": 4}
+    run = small_run(tmp_path, Case(1, half=True, recompute=False), positions="relative", memory=memory)
+    (stage,) = in_child(_rehearse, run, 4, 3).stages
+    assert stage.peak == pytest.approx(measure_step(4, run, rank=3).total, rel=0.001)
+
+
+@pytest.mark.slow
 def test_a_large_run_is_near_its_plan_and_takes_little_memory() -> None:
     """Use two micro-batches. With one, as in the file, the plan is an upper bound: it counts gradients that do not
     exist yet when activations are largest."""
-    settings = ["data.vocab_size=50000", "parallel.micro_tokens=8192"]
+    settings = ["data.vocab_size=50000", "parallel.micro_tokens=8192", "model.layers=18"]
     rehearsal, used = in_child(_rehearse_measured, load_run(RUNS / "shortformer_1b3.yaml", settings), 64, 37)
     assert [each.stage.segment_length for each in rehearsal.stages] == [128, 512, 1024]
     for each in rehearsal.stages:
