@@ -35,7 +35,7 @@ from tests.support.written_runs import WrittenRun, write_run
 disk, elsewhere = map(Path, sys.argv[1:])
 event = SampleEvent(step=1, text="x" * 5000)
 score = SimpleNamespace(nll=np.random.default_rng(1).random(5000))
-measured = Measurement(np.arange(5000), None, score, processes=1, seconds=1.0, peak_bytes=1.0)
+measured = Measurement(np.arange(5000), None, score, mixed=None, processes=1, seconds=1.0, peak_bytes=1.0)
 bpe = BpeTokenizer.train(["some text", "some more text"], vocab_size=264)
 corpus_of = lambda tokenizer: SimpleNamespace(tokenizer=tokenizer)
 run = write_run(elsewhere / "run", WrittenRun(()))

@@ -53,7 +53,8 @@ def test_every_run_file_has_a_plan(path: Path) -> None:
         assert stage["stage"]["micro_rows"] <= stage["largest_micro_rows"]
         assert stage["stage"]["rows"] % stage["largest_micro_rows"] == 0
         # At least two operations a parameter forward and four backward, but for those of the vocabulary.
-        assert 6 * 0.5 * told["parameters"] < stage["flops_per_token"] < 6 * 3 * told["parameters"]
+        # A vocabulary of full width has many parameters that few tokens use.
+        assert 6 * 0.3 * told["parameters"] < stage["flops_per_token"] < 6 * 3 * told["parameters"]
         assert 0 < stage["time"]["total"] < 60
 
 

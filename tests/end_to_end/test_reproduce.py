@@ -157,7 +157,7 @@ def test_emitted_commands_are_ordinary_and_nothing_is_run(tmp_path: Path, monkey
     done = run_here(main, "--table", 5, "--scale", "paper", "--emit", "--output", tmp_path / "out")
     prepare, *trainings = done.out.splitlines()
     assert prepare.endswith(f"megatron_style.prepare --corpus wikitext-103 --output {tmp_path}/out/corpus")
-    assert len(trainings) == 4
+    assert len(trainings) == 11
     for line in trainings:
         assert "deepspeed --num_gpus 8 --module megatron_style.train" in line
         assert load_run(Path(line.split()[-1])).data.train == tmp_path / "out" / "corpus" / "train"
