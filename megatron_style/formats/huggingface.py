@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.json_text import parse_json
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.tokenizer import PAD
 from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
@@ -26,6 +25,7 @@ from megatron_style.formats.huggingface_tokenizer import read_tokenizer, write_t
 from megatron_style.formats.model_folder import (
     CONFIG_FILE,
     WEIGHTS,
+    model_type,
     open_weights,
     read_settings,
     write_weights,
@@ -52,11 +52,7 @@ _SCORED_AT_ONCE = 32  # tokens; each has a float64 for every token of the vocabu
 
 
 def recognises(path: Path) -> bool:
-    try:
-        settings = parse_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and settings.get("model_type") == MODEL_TYPE
+    return model_type(path) == MODEL_TYPE
 
 
 def read(folder: Path) -> ModelSource:

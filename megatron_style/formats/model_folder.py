@@ -191,6 +191,15 @@ def read_config(folder: Path) -> ModelFolderConfig:
     return ModelFolderConfig.parse(read_settings(folder), source=str(folder / CONFIG_FILE))
 
 
+def model_type(folder: Path) -> str | None:
+    """Return the kind of model that a folder of the transformers library says it holds."""
+    try:
+        settings = parse_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return settings.get("model_type") if isinstance(settings, dict) else None
+
+
 def read_settings(folder: Path) -> Any:
     path = folder / CONFIG_FILE
     try:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.json_text import parse_json
 from megatron_style.checkpoint.logical import is_plain
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.formats.model_folder import CONFIG_FILE, WEIGHTS, open_tensors, read_settings
+from megatron_style.formats.model_folder import CONFIG_FILE, WEIGHTS, model_type, open_tensors, read_settings
 from megatron_style.formats.source import Holds, ModelSource, parameters_of
 from megatron_style.model.shape import bands
 
@@ -40,16 +39,12 @@ Get = Callable[[str], Tensor]
 
 
 def recognises(path: Path) -> bool:
-    try:
-        settings = parse_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and settings.get("model_type") == MODEL_TYPE
+    return model_type(path) == MODEL_TYPE
 
 
 def read(folder: Path) -> ModelSource:
     settings = read_settings(folder)
-    if not isinstance(settings, dict) or settings.get("model_type") != MODEL_TYPE:
+    if model_type(folder) != MODEL_TYPE:
         raise UserError(f"{folder / CONFIG_FILE}: model_type is not {MODEL_TYPE}; a folder of TransfoXL is expected")
     config = _folder_config(folder / CONFIG_FILE, settings)
     tensors = _Tensors(folder)
