@@ -172,10 +172,10 @@ class Journal:
             self._board.flush(step)
 
     def saved(self, step: int, found: Iterable[SaveEvent]) -> None:
-        """Record checkpoints that are complete, at the step that begins: a run that resumes before it drops the line,
-        so that no line is later than what was flushed."""
+        """Record checkpoints that are complete, at the step that begins. A run that resumes before that step drops what
+        belongs to it, so that no line or point is later than what was flushed."""
         for event in found:
-            self._record(replace(event, step=step, tokens=self._totals.tokens))
+            self._record(replace(event, step=step, tokens=self._schedule.tokens_before(step)))
 
     def held_out(self, step: int, found: HeldOut) -> None:
         totals = self._totals
