@@ -119,7 +119,9 @@ class TrainingEngine:
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return memory_of(self.model.config).full(self.model.config, rows=rows, capacity=capacity, like=like)
+        kind = memory_of(self.model.config)
+        ways = self._topology.tensor.size
+        return kind.full(self.model.config, rows=rows, capacity=capacity, like=like, ways=ways)
 
     def accumulate(self, loss: Tensor, *, is_last: bool, tally: Tensor | None = None) -> None:
         """Add this micro-batch's gradient; the last one triggers the data-parallel mean. A routing model's `tally` is

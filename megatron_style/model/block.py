@@ -13,7 +13,7 @@ from megatron_style.model.attention import Places, Side, attention_of
 from megatron_style.model.compression import compression_of
 from megatron_style.model.memory import Seen
 from megatron_style.model.routing import routing_attention
-from megatron_style.parallel.collectives import copy_to_shards
+from megatron_style.parallel.collectives import copy_to_shards, gather_features, own_features
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
 from megatron_style.parallel.sharding import uniform
@@ -50,12 +50,17 @@ class Block(nn.Module):
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
     def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> Attended:
-        """Do the attention sublayer. Its attention input becomes the next segment's memory."""
+        """Do the attention sublayer. Its attention input becomes the next segment's memory.
+
+        Of `cached`, each tensor-parallel rank holds its own features. They are gathered here, where a recomputed block
+        gathers them again instead of keeping them."""
+        cached = gather_features(cached, self.axis)
         tokens = self.attention_norm(x) if self.norm_before else x
         replaced = None if self.compression is None else self.compression(cached, tokens)
         mixed = self.attention(tokens, cached, pos, noise, replaced)
         x = x + replicated_dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
-        seen = Seen(tokens, None if replaced is None else replaced[1])
+        compressed = None if replaced is None else own_features(replaced[1], self.axis)
+        seen = Seen(own_features(tokens, self.axis), compressed)
         auxiliary = {} if mixed.loss is None else {"compression": self._loss_weight * mixed.loss}
         return Attended(x if self.norm_before else self.attention_norm(x), seen, auxiliary, mixed.side)
 

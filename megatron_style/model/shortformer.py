@@ -6,6 +6,7 @@ Without a memory, and with positions added to the embeddings, it is the language
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -71,7 +72,9 @@ class Shortformer(nn.Module):
 
     def empty_memory(self, rows: int, capacity: int, reach: Reach = UNLIMITED) -> Memory:
         kind = memory_of(self.config)
-        return kind.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
+        like = next(self.parameters())
+        empty = kind.empty(self.config, rows=rows, capacity=capacity, like=like, ways=self.axis.size)
+        return replace(empty, reach=reach)
 
     def forward(
         self,

@@ -48,6 +48,16 @@ def reduce_from_shards(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFromShards.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
+def own_features(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's share of the features of a replicated tensor, without the memory of the others."""
+    return x if axis.size == 1 else x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
+
+
+def gather_features(x: Tensor, axis: Axis) -> Tensor:
+    """Return all features of a tensor of which each rank has its share, without gradient."""
+    return x if axis.size == 1 else torch.cat(axis.gather(x), dim=-1)
+
+
 def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
     """Return the element-wise maximum over the ranks, without gradient."""
     largest = x.detach().clone()
