@@ -310,9 +310,9 @@ class CheckpointStore:
         wanted = _expected(self._run.model, stage, self._topology.tensor.size)
         files = _cache_files(manifest)
         axis = self._topology.tensor
-        tensors = {name: _read_cache(folder, files, name, rows, axis).to(engine.device) for name in wanted}
+        tensors = {name: _read_cache(folder, files, name, rows, axis) for name in wanted}
         _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
-        return _split(tensors, self._run.model, stage)
+        return tuple(map(engine.caches.keep, _split(tensors, self._run.model, stage)))
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:

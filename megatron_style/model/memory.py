@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import NamedTuple, Self
@@ -78,6 +78,10 @@ class Memory:
     def rows(self) -> int:
         return self.layers[0].shape[0]
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same memory in another place."""
+        return replace(self, layers=tuple(map(move, self.layers)))
+
     def advance(self, seen: Sequence[Seen]) -> Self:
         """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""
         pairs = zip(self.layers, seen, strict=True)
@@ -89,9 +93,7 @@ class Memory:
         return torch.cat(_last(self.capacity, old, new.tokens.detach()), dim=1)
 
     @classmethod
-    def _of_length(
-        cls, config: ModelConfig, rows: int, length: int, capacity: int, like: Tensor, ways: int
-    ) -> Self:
+    def _of_length(cls, config: ModelConfig, rows: int, length: int, capacity: int, like: Tensor, ways: int) -> Self:
         layers = tuple(like.new_zeros(rows, length, config.hidden_size // ways) for _ in range(config.layers))
         return cls._of(layers, config, capacity)
 
