@@ -1,6 +1,6 @@
 """The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank (none if
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each rank (none if
 `output.save_caches` is false), `centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written
 under another name, flushed to disk, given its manifest, and renamed when all ranks are done; `latest` is updated last.
 A kill at any moment thus leaves the earlier checkpoints as they were.
@@ -9,21 +9,20 @@ A kill at any moment thus leaves the earlier checkpoints as they were.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import Diverged, RunFailed, UserError
 from megatron_style.base.events import SaveEvent
 from megatron_style.base.run_folder import checkpoint_name
+from megatron_style.checkpoint.caches import read_caches, write_caches
 from megatron_style.checkpoint.draft import Draft, explained
 from megatron_style.checkpoint.folder import CheckpointFolder
 from megatron_style.checkpoint.logical import BUFFERS, LogicalReader, file_of
@@ -31,16 +30,14 @@ from megatron_style.checkpoint.manifest import Damaged, Manifest, check_file, op
 from megatron_style.checkpoint.origin import Origin, Progress, check_same_model
 from megatron_style.checkpoint.proof import compared, take_fingerprints
 from megatron_style.checkpoint.rank_files import Background, HostBuffer, RankFiles
-from megatron_style.config.model import ModelConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.model.memory import Memory, memory_of
 from megatron_style.parallel.collectives import gather_json
 from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
-from megatron_style.schedule.stages import Stage, StageSchedule
+from megatron_style.schedule.stages import StageSchedule
 
 _MOVES = ("output.path:", "deepspeed:")  # paths; the content of the ds_config is compared
 
@@ -104,7 +101,7 @@ class CheckpointStore:
         engine.load_buffers(reader.weight)
         engine.resume(reader.counters())
         self._log_changes(manifest, before)
-        caches = self._read_caches(folder, manifest, engine, schedule)
+        caches = read_caches(folder, manifest, engine, schedule, self._topology)
         return Progress(manifest.step, caches, manifest.sound, manifest.losses)
 
     def _log_changes(self, manifest: Manifest, before: RunConfig) -> None:
@@ -188,8 +185,8 @@ class CheckpointStore:
         dist.barrier()
         files = RankFiles(aside, self._buffers if self._run.output.save_async else None)
         engine.save(aside.parent, aside.name, files.open)
-        if self._topology.tensor.rank == 0 and self._run.output.save_caches:
-            self._write_caches(files, progress.caches)
+        if self._run.output.save_caches:
+            write_caches(files, progress.caches, self._topology)
         if self._topology.data.rank == 0:
             self._write_buffers(files, engine)
         manifest = self._manifest(engine, progress, schedule)
@@ -246,44 +243,10 @@ class CheckpointStore:
         found: list[int] = gather_json(self._folder.steps() if self._topology.is_first else [])[0]
         return found
 
-    def _write_caches(self, files: RankFiles, caches: Sequence[Memory]) -> None:
-        """Write all rows of this data-parallel rank in the order of their lanes, whatever the micro-batches."""
-        names = caches[0].tensors if caches else ()
-        tensors = {}
-        for name in names:
-            parts = [cache.tensors[name] for cache in caches]
-            tensors[name] = torch.cat(parts).contiguous()
-        rows = max(map(len, tensors.values()), default=0)
-        first = self._topology.data.rank * rows
-        metadata = {"global_rows": f"{first}..{first + rows}"}
-        files.save_tensors(_cache_file(self._topology.data.rank), tensors, metadata)
-
     def _write_buffers(self, files: RankFiles, engine: TrainingEngine) -> None:
         found = engine.full_buffers()
         if found and self._topology.is_first:
             files.save_tensors(BUFFERS, found)
-
-    def _read_caches(
-        self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule
-    ) -> tuple[Memory, ...]:
-        """Return the caches of this rank's rows, from whichever ranks wrote them; none if the next step opens new
-        lanes."""
-        if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
-            return ()
-        stage = schedule.plan(manifest.step).stage
-        if not RunConfig.parse(manifest.run, source=str(folder)).output.save_caches:
-            return self._cold_caches(folder, engine, stage)
-        rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
-        wanted = _expected(self._run.model, stage)
-        tensors = {name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in wanted}
-        _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
-        return _split(tensors, self._run.model, stage)
-
-    def _cold_caches(self, folder: Path, engine: TrainingEngine, stage: Stage) -> tuple[Memory, ...]:
-        """Return empty caches: the rows continue in their lanes, without the text before them."""
-        if stage.cache_length and self._topology.is_first:
-            log(f"{folder}: was saved without caches (output.save_caches is false), so its lanes open cold")
-        return tuple(engine.model.empty_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation))
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
@@ -302,58 +265,3 @@ def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> N
 
 def _first_of_all_ranks(problem: str | None) -> str | None:
     return next((message for message in gather_json(problem) if message), None)
-
-
-def _split(tensors: Mapping[str, torch.Tensor], model: ModelConfig, stage: Stage) -> tuple[Memory, ...]:
-    """Return one memory for each micro-batch."""
-    parts = zip(*(tensor.split(stage.micro_rows) for tensor in tensors.values()), strict=True)
-    named = (dict(zip(tensors, rows, strict=True)) for rows in parts)
-    return tuple(memory_of(model).from_tensors(part, model, stage.cache_length) for part in named)
-
-
-def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
-    parts = []
-    first = 0
-    for rank in range(data_ranks):
-        path = folder / _cache_file(rank)
-        try:
-            with safe_open(path, framework="pt") as file:
-                held = file.get_slice(name)
-                rows = held.get_shape()[0]
-                begin = max(wanted.start, first)
-                end = min(wanted.stop, first + rows)
-                if begin < end:
-                    parts.append(held[begin - first : end - first])
-                first += rows
-        except (SafetensorError, IndexError) as error:
-            raise UserError(f"{path}: does not hold the cache of layer {name}, so it is not read ({error})") from None
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _expected(model: ModelConfig, stage: Stage) -> dict[str, torch.Tensor]:
-    """Return the tensors of a full memory of all rows, without content."""
-    nowhere = torch.empty(0, device="meta")
-    return memory_of(model).full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
-
-
-def _least_length(model: ModelConfig, stage: Stage) -> int:
-    """Return the length of a memory that has read nothing."""
-    return memory_of(model).length_after(0, model, stage.cache_length)
-
-
-def _check_memory(
-    tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], folder: Path, *, least: int
-) -> None:
-    """Refuse caches of other rows or sizes than this model's, and layers that remember different lengths."""
-    lengths = {tensor.shape[1] if tensor.dim() > 1 else -1 for tensor in tensors.values()}
-    for name, tensor in tensors.items():
-        full = wanted[name].shape
-        fits = tensor.dim() == len(full) and least <= tensor.shape[1] <= full[1] and len(lengths) == 1
-        if not fits or (*tensor.shape[:1], *tensor.shape[2:]) != (*full[:1], *full[2:]):
-            raise UserError(
-                f"{folder}: its cache of layer {name} has shape {list(tensor.shape)}; at most {list(full)} is right"
-            )
-
-
-def _cache_file(data_rank: int) -> str:
-    return f"caches_data_rank_{data_rank:05d}.safetensors"
