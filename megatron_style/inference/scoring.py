@@ -1,7 +1,7 @@
 """Scoring of a token stream by a named protocol. Every token is scored once; sums are float64.
 
-The protocol alone cuts the work into units (batches of windows, lanes), and one rank computes each unit: the result
-does not depend on the number of ranks.
+The protocol alone cuts the work into passes of fixed shapes, and one rank computes each pass: the result does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
 from megatron_style.model.attention import attention_of
+from megatron_style.model.chain import ChainedMemory
 from megatron_style.model.memory import UNLIMITED, Memory, Reach
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.topology import Axis
@@ -29,7 +31,7 @@ from megatron_style.parallel.topology import Axis
 Tokens = NDArray[np.integer]
 Progress = Callable[[int], object]
 KeepKeys = Callable[[int, Tensor], object]  # called with the index of the first token, and the keys [tokens, D]
-_TOKENS_AT_ONCE = 4096  # in windows, unless --batch-rows is given
+TOKENS_AT_ONCE = 4096  # unless --batch-rows is given
 _Unit = TypeVar("_Unit")
 
 
@@ -41,10 +43,15 @@ class Protocol:
     segment_length: int
     cache_length: int = 0
     compressed: int = 0  # tokens before the cache of which a compressed memory is made
-    batch_rows: int = 1  # windows at once
+    batch_rows: int = 1  # windows, segments of the one lane, or lanes at once
     stride: int | None = None  # tokens of a window that count; None: all
     lanes: int = 1  # of a walk; one is exact, each further one starts with a limited context
     reach: Reach = UNLIMITED  # of relative positions
+
+    @property
+    def chained_rows(self) -> int:
+        """Return the number of consecutive segments at once: at least as many as a memory is made of."""
+        return max(self.batch_rows, -(-max(self.cache_length, self.compressed) // self.segment_length))
 
     def contexts(self, tokens: int) -> tuple[int, int]:
         """Return the fewest and the most tokens that a prediction sees, after the first segment of a longer text."""
@@ -156,15 +163,19 @@ class Reader:
         ids = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
         return (ids if self.wants_losses else ids[:0]).to(self.model.positions.table.device)
 
-    def read(self, windows: Sequence[_Window], memory: Memory) -> tuple[list[Part], Memory]:
-        """Read windows of one shape, after what is in the memory."""
-        inputs = torch.stack([self.inputs(window.begin, window.end) for window in windows])
-        targets = torch.stack([self.targets(window.counted, window.end) for window in windows])
+    def read(self, windows: Sequence[_Window], memory: Memory, length: int = 0) -> tuple[list[Part], Memory]:
+        """Read windows after what is in the memory. All begin to count at the same place. Shorter ones than the longest
+        or `length` are padded at their end, which no token before that sees."""
+        longest = max(length, *(window.end - window.begin for window in windows))
+        inputs = torch.stack([_padded(self.inputs(w.begin, w.end), longest) for w in windows])
+        counted = longest - (windows[0].counted - windows[0].begin) if self.wants_losses else 0
+        targets = torch.stack([_padded(self.targets(w.counted, w.end), counted) for w in windows])
         output = self.model(inputs, targets, memory, key=self.wants_keys)
         parts = []
         for row, window in enumerate(windows):
-            keys = None if output.key is None else output.key[row, window.counted - window.begin :]
-            parts.append(Part(window.counted, output.nll[row], keys))
+            tokens, counted = window.shape
+            keys = None if output.key is None else output.key[row, tokens - counted : tokens]
+            parts.append(Part(window.counted, output.nll[row, :counted], keys))
         return parts, output.memory
 
 
@@ -189,6 +200,14 @@ class Mode(ABC, Generic[_Unit]):
     def read(self, reader: Reader, protocol: Protocol, unit: _Unit) -> Iterator[Part]:
         """Yield the results of a unit."""
 
+    @abstractmethod
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        """Yield this rank's share of the results. All ranks have to call it together."""
+
+    def _read_units(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        for unit in share(self.units(len(reader.tokens), protocol), axis):
+            yield from self.read(reader, protocol, unit)
+
 
 class Nonoverlapping(Mode[list[_Window]]):
     """Independent segments, many at once."""
@@ -200,7 +219,7 @@ class Nonoverlapping(Mode[list[_Window]]):
         walk_only = ("cache_length", "lanes", "same_length", "clamp_distance")
         _refuse(request, *walk_only, needs="cached or token-by-token")
         stride = self._stride(request, length)
-        batch_rows = request.batch_rows or max(1, _TOKENS_AT_ONCE // length)
+        batch_rows = request.batch_rows or rows_at_once(length)
         return Protocol(request.mode, length, batch_rows=batch_rows, stride=stride)
 
     def _stride(self, request: Request, length: int) -> int | None:
@@ -221,6 +240,15 @@ class Nonoverlapping(Mode[list[_Window]]):
         parts, _ = reader.read(unit, reader.model.empty_memory(len(unit), 0))
         yield from parts
 
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        """Yield this rank's share. All ranks make equally many passes, because under ZeRO 3 each needs all others: one
+        that has no unit left repeats that of the first rank, without a result."""
+        units = iter(self.units(len(reader.tokens), protocol))
+        while turn := list(islice(units, axis.size)):
+            has_unit = axis.rank < len(turn)
+            parts = list(self.read(reader, protocol, turn[axis.rank if has_unit else 0]))
+            yield from parts if has_unit else ()
+
 
 class Sliding(Nonoverlapping):
     """Windows that overlap, of which only the last `stride` tokens count."""
@@ -233,9 +261,9 @@ class Sliding(Nonoverlapping):
         return request.stride
 
 
-class Cached(Mode[range]):
-    """One walk through the text, in which each segment attends to the previous one. A walk can be cut into lanes, each
-    warmed by the text before it."""
+class Cached(Mode[list[range]]):
+    """One walk through the text, in which each segment attends to the previous one. The walk reads consecutive segments
+    at once, on all ranks. It can be cut into lanes instead, each warmed by the text before it."""
 
     def protocol(
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
@@ -246,9 +274,6 @@ class Cached(Mode[range]):
                 f"{where}: was trained with added positions and no cache, and --mode {request.mode} would ruin it "
                 f"(the paper measured a perplexity of 41.59 that way); use --mode nonoverlapping"
             )
-        if request.batch_rows not in (None, 1):
-            given = f"--batch-rows {request.batch_rows}"
-            raise UserError(f"{given}: {request.mode} mode walks in one row; --lanes cuts the walk")
         lanes = request.lanes or 1
         segments = -(-tokens // length)
         if lanes > segments:
@@ -257,9 +282,21 @@ class Cached(Mode[range]):
         reach = self._reach(request, config, cache_length, where)
         memory = config.model.memory
         compressed = 0 if memory is None else memory.compressed * memory.rate
+        batch_rows = request.batch_rows or self._rows(length, lanes)
         return Protocol(
-            request.mode, length, cache_length=cache_length, compressed=compressed, lanes=lanes, reach=reach
+            request.mode,
+            length,
+            cache_length=cache_length,
+            compressed=compressed,
+            batch_rows=batch_rows,
+            lanes=lanes,
+            reach=reach,
         )
+
+    def _rows(self, length: int, lanes: int) -> int:
+        """Return the default number of rows."""
+        most = rows_at_once(length)
+        return most if lanes == 1 else min(lanes, most)
 
     def _reach(self, request: Request, config: ModelFolderConfig, cache_length: int, where: str) -> Reach:
         for flag in ("same_length", "clamp_distance"):
@@ -277,16 +314,27 @@ class Cached(Mode[range]):
         before = protocol.compressed + protocol.cache_length
         return before + 1, min(tokens, before + protocol.segment_length)
 
-    def units(self, tokens: int, protocol: Protocol) -> Iterable[range]:
-        return _cut_lanes(tokens, protocol)
+    def units(self, tokens: int, protocol: Protocol) -> Iterable[list[range]]:
+        lanes = _cut_lanes(tokens, protocol)
+        rows = protocol.batch_rows
+        return (lanes[first : first + rows] for first in range(0, len(lanes), rows))
 
-    def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
-        memory = reader.model.empty_memory(1, protocol.cache_length, protocol.reach)
-        for begin in range(_warm_from(unit, protocol), unit.stop, protocol.segment_length):
-            segment = _Window(begin, begin, min(begin + protocol.segment_length, unit.stop))
-            parts, memory = reader.read([segment], memory)
-            if begin in unit:
-                yield from parts
+    def read(self, reader: Reader, protocol: Protocol, unit: list[range]) -> Iterator[Part]:
+        """Yield the results of lanes, each of which is a row. A lane that has ended is padded."""
+        memory = reader.model.empty_memory(len(unit), protocol.cache_length, protocol.reach)
+        begins = [_warm_from(lane, protocol) for lane in unit]
+        longest = max(lane.stop - begin for lane, begin in zip(unit, begins, strict=True))
+        for done in range(0, longest, protocol.segment_length):
+            segments = [_segment(begin + done, lane.stop, protocol) for lane, begin in zip(unit, begins, strict=True)]
+            parts, memory = reader.read(segments, memory)
+            for lane, part in zip(unit, parts, strict=True):
+                if part.first in lane:
+                    yield part
+
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        if protocol.lanes > 1:
+            return self._read_units(reader, protocol, axis)
+        return _read_chain(reader, protocol, axis)
 
 
 class TokenByToken(Cached):
@@ -299,12 +347,20 @@ class TokenByToken(Cached):
         if not attention_of(config.model).can_decode:
             kind = config.model.positions
             raise UserError(f"{where}: has {kind} positions, so a cached token cannot be read again; use --mode cached")
+        if request.batch_rows not in (None, 1):
+            given = f"--batch-rows {request.batch_rows}"
+            raise UserError(f"{given}: token-by-token mode walks in one row; use --mode cached, which gives the same")
         if request.tensor > 1:
             raise UserError(f"--tensor {request.tensor}: use --mode cached, which gives the same as token-by-token")
         return found
 
-    def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
+    def _rows(self, length: int, lanes: int) -> int:
+        del length, lanes
+        return 1
+
+    def read(self, reader: Reader, protocol: Protocol, unit: list[range]) -> Iterator[Part]:
         model = reader.model
+        (lane,) = unit
         decoder = Decoder(
             model,
             rows=1,
@@ -312,12 +368,15 @@ class TokenByToken(Cached):
             cache_length=protocol.cache_length,
             reach=protocol.reach,
         )
-        if (warm := _warm_from(unit, protocol)) < unit.start:
-            decoder.read(reader.inputs(warm, unit.start))
-        for place in unit:
+        if (warm := _warm_from(lane, protocol)) < lane.start:
+            decoder.read(reader.inputs(warm, lane.start))
+        for place in lane:
             found = decoder.step(reader.inputs(place, place + 1))
             nll = model.vocabulary.nll(found.x, reader.targets(place, place + 1), None)
             yield Part(place, nll, found.key)
+
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        return self._read_units(reader, protocol, axis)
 
 
 MODES: Mapping[EvaluationMode, Mode[Any]] = {
@@ -341,21 +400,55 @@ def score(
 ) -> Score:
     """Score a text. Memories are local variables: scoring between two training steps does not change the training.
 
-    The units are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
-    keys of this rank's units."""
+    The passes are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
+    keys of this rank's passes."""
     reader = Reader(model, tokens, eos, wants_keys=keep_keys is not None)
     mode = MODES[protocol.mode]
     nll = torch.zeros(len(tokens), dtype=torch.float64, device=model.positions.table.device)
     times = torch.zeros(len(tokens), dtype=torch.int8, device=nll.device)
-    for unit in share(mode.units(len(tokens), protocol), axis):
-        for part in mode.read(reader, protocol, unit):
-            nll[part.first : part.first + len(part.nll)] = part.nll
-            times[part.first : part.first + len(part.nll)] += 1
-            if keep_keys and part.keys is not None:
-                keep_keys(part.first, part.keys)
-            progress(len(part.nll))
+    for part in mode.read_share(reader, protocol, axis):
+        nll[part.first : part.first + len(part.nll)] = part.nll
+        times[part.first : part.first + len(part.nll)] += 1
+        if keep_keys and part.keys is not None:
+            keep_keys(part.first, part.keys)
+        progress(len(part.nll))
     assert bool((axis.sum(times) == 1).all()), "a token was scored twice, or never"
     return Score(axis.sum(nll).cpu().numpy())
+
+
+def _padded(ids: Tensor, length: int) -> Tensor:
+    return F.pad(ids, (0, length - len(ids)))
+
+
+def rows_at_once(length: int) -> int:
+    """Return the number of segments or windows of a pass that keeps a device busy."""
+    return max(1, TOKENS_AT_ONCE // length)
+
+
+def _read_chain(reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+    """Walk through the text, many consecutive segments at once. All ranks make equally many passes of one shape. Until
+    the memory is full, all read the first segments one by one, and the first rank's results count."""
+    model = reader.model
+    segments = list(_cut_windows(len(reader.tokens), protocol.segment_length, protocol.segment_length))
+    memory = model.empty_memory(1, protocol.cache_length, protocol.reach)
+    full = memory.length_after(protocol.cache_length, model.config, protocol.cache_length)
+    opening = -(-(full - memory.length) // protocol.segment_length)
+    for segment in segments[:opening]:
+        parts, memory = reader.read([segment], memory)
+        yield from parts if axis.rank == 0 else ()
+    memory = ChainedMemory.after(memory, axis)
+    rows = protocol.chained_rows
+    padding = [segments[0]] * rows
+    for first in range(opening, len(segments), rows * axis.size):
+        own = segments[first + axis.rank * rows :][:rows]
+        parts, memory = reader.read([*own, *padding][:rows], memory, protocol.segment_length)
+        yield from parts[: len(own)]
+
+
+def _segment(begin: int, end: int, protocol: Protocol) -> _Window:
+    """Return the segment that begins there, shorter or empty at the end."""
+    begin = min(begin, end)
+    return _Window(begin, begin, min(begin + protocol.segment_length, end))
 
 
 def _batches(total: int, protocol: Protocol) -> Iterator[list[_Window]]:

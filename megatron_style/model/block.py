@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.attention import Places, Side, attention_of
 from megatron_style.model.compression import compression_of
-from megatron_style.model.memory import Seen
+from megatron_style.model.memory import Compress, Recalled, Seen
 from megatron_style.model.routing import routing_attention
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
 from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
 from megatron_style.parallel.sharding import uniform
 from megatron_style.parallel.topology import Axis
+
+Recall = Callable[[Tensor, Compress | None], Recalled]  # of a memory, for one layer
 
 
 class Attended(NamedTuple):
@@ -49,10 +51,10 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> Attended:
+    def attend(self, x: Tensor, recall: Recall, pos: Places, noise: Noise | None) -> Attended:
         """Do the attention sublayer. Its attention input becomes the next segment's memory."""
         tokens = self.attention_norm(x) if self.norm_before else x
-        replaced = None if self.compression is None else self.compression(cached, tokens)
+        cached, replaced = recall(tokens, self.compression)
         mixed = self.attention(tokens, cached, pos, noise, replaced)
         x = x + replicated_dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
         seen = Seen(tokens, None if replaced is None else replaced[1])

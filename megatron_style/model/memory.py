@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import NamedTuple, Self
@@ -22,6 +22,17 @@ class Reach:
 
 
 UNLIMITED = Reach()
+
+
+Replaced = tuple[Tensor, Tensor]  # tokens that leave the memory, and what they are compressed to
+Compress = Callable[[Tensor, Tensor], Replaced]  # of the memory and the segment after it
+
+
+class Recalled(NamedTuple):
+    """What the tokens of a segment attend to in a layer, besides each other."""
+
+    cached: Tensor  # [rows, length, hidden]
+    replaced: Replaced | None  # if the layer compresses
 
 
 class Seen(NamedTuple):
@@ -77,6 +88,11 @@ class Memory:
     @property
     def rows(self) -> int:
         return self.layers[0].shape[0]
+
+    def recall(self, layer: int, tokens: Tensor, compress: Compress | None) -> Recalled:
+        """Return what a layer remembers of the text before these tokens, which are its attention input."""
+        cached = self.layers[layer]
+        return Recalled(cached, compress and compress(cached, tokens))
 
     def advance(self, seen: Sequence[Seen]) -> Self:
         """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""

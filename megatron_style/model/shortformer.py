@@ -6,6 +6,7 @@ Without a memory, and with positions added to the embeddings, it is the language
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -148,7 +149,8 @@ class Shortformer(nn.Module):
         side = None
         auxiliary: Mapping[str, Tensor] = {}
         if (i := unit.attention) is not None:
-            x, seen, auxiliary, side = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
+            recall = partial(memory.recall, i)
+            x, seen, auxiliary, side = self.blocks[i].attend(x, recall, pos, noise and noise.at(i))
         if (i := unit.feed_forward) is not None:
             x, fed = self.blocks[i].feed(x, noise and noise.at(i))
         return _Ran(x, seen, auxiliary, fed, side)
