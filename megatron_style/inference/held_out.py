@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_style.config.model import EvaluationMode, ModelConfig
+from megatron_style.config.model import EvaluationMode
 from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
 from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
-from megatron_style.inference.scoring import Protocol, rows_at_once, score
+from megatron_style.inference.scoring.protocol import Protocol, rows_at_once
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.topology import Axis
 from megatron_style.schedule.stages import Stage
@@ -31,7 +32,7 @@ class HeldOut:
 def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
     """Evaluate by the protocol of the run's last stage in every stage, so that stages can be compared. The ranks of the
     data axis share the text, all others repeat; the state of the training does not change."""
-    protocol = protocol_of(last, model.config)
+    protocol = protocol_of(last)
     tokens = corpus.valid.tokens[: output.evaluate_tokens]
     found = score(model, tokens, protocol, eos=corpus.eos, axis=axis)
     prompt = tokens[:_PROMPT_TOKENS].tolist()
@@ -52,13 +53,12 @@ def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Sta
     )
 
 
-def protocol_of(stage: Stage, model: ModelConfig) -> Protocol:
+def protocol_of(stage: Stage) -> Protocol:
     """Return the protocol of a stage. A pass has no more rows than a micro-batch of the training, which is known to fit
     into memory, or than keep a device busy, so that the ranks get even shares."""
     mode: EvaluationMode = "cached" if stage.cache_length else "nonoverlapping"
-    compressed = 0 if model.memory is None else model.memory.compressed * model.memory.rate
     rows = min(stage.micro_rows, rows_at_once(stage.segment_length))
-    return Protocol(mode, stage.segment_length, stage.cache_length, compressed, batch_rows=rows)
+    return Protocol(mode, stage.segment_length, stage.cache_length, batch_rows=rows)
 
 
 def _spelled(ids: Sequence[int], corpus: Corpus) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_style.model.shape import units
-from megatron_style.planning.parts import parts_of
+from megatron_style.planning.parts.model import parts_of
 from megatron_style.planning.setup import Setup, Sharding
 from megatron_style.schedule.stages import Stage
 

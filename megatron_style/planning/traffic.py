@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts import parts_of
+from megatron_style.planning.parts.model import parts_of
 from megatron_style.planning.setup import Setup
 from megatron_style.schedule.stages import Stage
 

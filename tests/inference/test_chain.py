@@ -12,7 +12,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_style.engine.local_ranks import run_ranks
-from megatron_style.inference.scoring import MODES, Protocol, Reader, score
+from megatron_style.inference.scoring.modes import MODES
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.reader import Reader
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.memory import Reach
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
@@ -25,10 +28,8 @@ EOS = 2
 REMEMBERING = [name for name in MODELS if model_config(name).model.cache]
 
 
-def protocol_of(name: str, rows: int, L: int = 4, C: int = 4, **others: Any) -> Protocol:
-    memory = model_config(name).model.memory
-    compressed = 0 if memory is None else memory.compressed * memory.rate
-    return Protocol("cached", L, C, compressed, batch_rows=rows, **others)
+def protocol_of(rows: int, L: int = 4, C: int = 4, **others: Any) -> Protocol:
+    return Protocol("cached", L, C, batch_rows=rows, **others)
 
 
 @torch.no_grad()
@@ -41,7 +42,7 @@ def one_row_walk(model: Shortformer, tokens: NDArray[np.int64], protocol: Protoc
 @pytest.mark.parametrize(("rows", "L", "C"), [(1, 4, 4), (3, 4, 4), (50, 4, 4), (2, 4, 6), (3, 4, 2), (2, 2, 8)])
 def test_it_is_the_walk_segment_by_segment(name: str, rows: int, L: int, C: int) -> None:
     model = tiny_model(model_config(name))
-    protocol = protocol_of(name, rows, L, C)
+    protocol = protocol_of(rows, L, C)
     chained = score(model, TOKENS, protocol, eos=EOS).nll
     np.testing.assert_allclose(chained, one_row_walk(model, TOKENS, protocol), atol=1e-12)
 
@@ -50,7 +51,7 @@ def test_it_is_the_walk_segment_by_segment(name: str, rows: int, L: int, C: int)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_text_may_end_anywhere(length: int, rows: int) -> None:
     model = tiny_model(tiny_config())
-    protocol = protocol_of("shortformer", rows)
+    protocol = protocol_of(rows)
     chained = score(model, TOKENS[:length], protocol, eos=EOS).nll
     np.testing.assert_allclose(chained, one_row_walk(model, TOKENS[:length], protocol), atol=1e-12)
 
@@ -58,7 +59,7 @@ def test_a_text_may_end_anywhere(length: int, rows: int) -> None:
 @pytest.mark.parametrize("reach", [Reach(window=4), Reach(clamp=3), Reach(window=3, clamp=2)])
 def test_relative_positions_keep_their_reach(reach: Reach) -> None:
     model = tiny_model(model_config("transformer-xl"))
-    protocol = protocol_of("transformer-xl", 3, reach=reach)
+    protocol = protocol_of(3, reach=reach)
     chained = score(model, TOKENS, protocol, eos=EOS).nll
     np.testing.assert_allclose(chained, one_row_walk(model, TOKENS, protocol), atol=1e-12)
 
@@ -87,7 +88,7 @@ def score_on_ranks(name: str, protocol: Protocol, dtype: torch.dtype, tensor: in
 def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(name: str, dtype: torch.dtype) -> None:
     """83 tokens are 21 segments: one is read alone, 20 are 4 passes of 5 rows."""
     caches = name in REMEMBERING
-    protocol = protocol_of(name, 5) if caches else Protocol("nonoverlapping", 4, batch_rows=5)
+    protocol = protocol_of(5) if caches else Protocol("nonoverlapping", 4, batch_rows=5)
     ((alone, work),) = run_ranks(1, score_on_ranks, name, protocol, dtype, 1)
     opening = work["passes"] - 4 if name in ("shortformer", "transformer-xl") else 0
     for world in (2, 4):
@@ -100,7 +101,7 @@ def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(name: str, dtyp
 
 @pytest.mark.parametrize("name", ["shortformer", "transformer-xl", "compressive"])
 def test_tensor_ranks_chain_along_the_data_axis(name: str) -> None:
-    protocol = protocol_of(name, 2)
+    protocol = protocol_of(2)
     alone = score(tiny_model(model_config(name)), TOKENS, protocol, eos=EOS).nll
     for nll, _ in run_ranks(4, score_on_ranks, name, protocol, torch.float64, 2):
         np.testing.assert_allclose(nll, alone, atol=1e-9)
