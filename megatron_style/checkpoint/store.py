@@ -1,9 +1,9 @@
 """The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank,
-`centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written under another name, flushed to
-disk, given its manifest, and renamed when all ranks are done; `latest` is updated last. A kill at any moment thus
-leaves the earlier checkpoints as they were.
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank (none if
+`output.save_caches` is false), `centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written
+under another name, flushed to disk, given its manifest, and renamed when all ranks are done; `latest` is updated last.
+A kill at any moment thus leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class CheckpointStore:
             self._sweep()
         dist.barrier()
         engine.save(self._folder, aside.name)
-        if self._topology.tensor.rank == 0:
+        if self._topology.tensor.rank == 0 and self._run.output.save_caches:
             self._write_caches(aside, progress.caches)
         if self._topology.data.rank == 0:
             self._write_buffers(aside, engine)
@@ -305,11 +305,19 @@ class CheckpointStore:
         if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
             return ()
         stage = schedule.plan(manifest.step).stage
+        if not RunConfig.parse(manifest.run, source=str(folder)).output.save_caches:
+            return self._cold_caches(folder, engine, stage)
         rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
         wanted = _expected(self._run.model, stage)
         tensors = {name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in wanted}
         _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
         return _split(tensors, self._run.model, stage)
+
+    def _cold_caches(self, folder: Path, engine: TrainingEngine, stage: Stage) -> tuple[Memory, ...]:
+        """Return empty caches: the rows continue in their lanes, without the text before them."""
+        if stage.cache_length and self._topology.is_first:
+            log(f"{folder}: was saved without caches (output.save_caches is false), so its lanes open cold")
+        return tuple(engine.model.empty_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation))
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:

@@ -29,7 +29,8 @@ from megatron_style.checkpoint.manifest import Damaged, read_manifest
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import load_run
-from megatron_style.data.store import DOCUMENT_COUNT, HEADER, MAGIC, open_store
+from megatron_style.data.index import DOCUMENT_COUNT, HEADER, MAGIC
+from megatron_style.data.store import open_store
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from megatron_style.datastore.retrieval import Retrieval
 from megatron_style.datastore.search import nearest
@@ -154,11 +155,11 @@ def token_store(folder: Path) -> Target:
     (folder / "valid.idx").write_bytes(head + sizes.tobytes() + offsets.tobytes() + documents.tobytes())
 
     def read(file: Path) -> None:
-        store = open_store(file.with_suffix(""), VOCAB_SIZE)
+        store = open_store(file.with_name(file.name.split(".")[0]), VOCAB_SIZE)
         assert int(store.line_sizes.sum()) == len(store.tokens)
         assert 0 <= int(store.tokens.min()) <= int(store.tokens.max()) < VOCAB_SIZE
 
-    return _target(folder, ["*.idx", "*.bin"], read)
+    return _target(folder, ["*.idx", "*.bin", "*.checked.json"], read)
 
 
 def run_file(folder: Path) -> Target:
