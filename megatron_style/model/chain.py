@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 
 from megatron_style.model.memory import Compress, Memory, Recalled, Seen
+from megatron_style.parallel.collectives import own_features
 from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
 
 
 @dataclass(frozen=True)
 class ChainedMemory(Memory):
-    """`layers[i]` is [1, length, hidden], the memory before the first row of the first rank; other ranks do not read
-    it. The rows of each rank of `axis` follow those of the rank before, and hold at least as many tokens as a memory
-    is made of."""
+    """`layers[i]` is [1, length, hidden / tensor ranks], the memory before the first row of the first rank of `axis`;
+    other ranks do not read it. The rows of each rank follow those of the rank before, and hold at least as many tokens
+    as a memory is made of."""
 
     slots: int = 0  # compressed ones, with which a compressive memory begins
     axis: Axis = field(default_factory=Axis)
@@ -34,15 +35,15 @@ class ChainedMemory(Memory):
         return cls(memory.layers, memory.capacity, memory.reach, memory.length - memory.capacity, axis)
 
     def recall(self, layer: int, tokens: Tensor, compress: Compress | None, stream: Stream) -> Recalled:
-        first = stream.remember(self.layers[layer]).now
-        slots, cached = first.split([self.slots, self.capacity], dim=1)
-        remembered = self._before_each(tokens, cached)
+        slots, cached = self.layers[layer].split([self.slots, self.capacity], dim=1)
+        before = stream.remember(self._before_each(own_features(tokens, stream.axis), cached))
         if compress is None:
-            return Recalled(Read(remembered), None)
-        blank = slots.expand(len(tokens), -1, -1)  # what leaves the memory does not depend on its slots
-        replaced = compress(torch.cat([blank, remembered], dim=1), tokens)
-        recalled = torch.cat([self._before_each(replaced[1], slots), remembered], dim=1)
-        return Recalled(Read(recalled), replaced)
+            return Recalled(before, None)
+        # What leaves the memory does not depend on its slots.
+        blank = before.now.new_zeros(len(tokens), self.slots, tokens.shape[2])
+        replaced = compress(torch.cat([blank, before.now], dim=1), tokens)
+        compressed = stream.remember(self._before_each(own_features(replaced[1], stream.axis), slots))
+        return Recalled(Read(torch.cat([compressed.now, before.now], dim=1)), replaced)
 
     def advance(self, seen: Sequence[Seen]) -> Self:
         return replace(self, layers=tuple(map(self._after_all, seen)))

@@ -23,8 +23,6 @@ class Reach:
 
 
 UNLIMITED = Reach()
-
-
 Replaced = tuple[Tensor, Tensor]  # tokens that leave the memory, and what they are compressed to
 Compress = Callable[[Tensor, Tensor], Replaced]  # of the memory and the segment after it
 
@@ -32,7 +30,7 @@ Compress = Callable[[Tensor, Tensor], Replaced]  # of the memory and the segment
 class Recalled(NamedTuple):
     """What the tokens of a segment attend to in a layer, besides each other."""
 
-    cached: Read  # [rows, length, hidden]
+    cached: Read  # [rows, length, hidden], with the features of all ranks
     replaced: Replaced | None  # if the layer compresses
 
 

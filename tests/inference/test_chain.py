@@ -74,10 +74,12 @@ def passes_of(model: Shortformer) -> Counter[str]:
     return counts
 
 
-def score_on_ranks(name: str, protocol: Protocol, dtype: torch.dtype, tensor: int) -> tuple[Any, Counter[str]]:
+def score_on_ranks(
+    name: str, protocol: Protocol, dtype: torch.dtype, tensor: int, sequence: bool = False
+) -> tuple[Any, Counter[str]]:
     topology = Topology.of_world(tensor=tensor)
     config = model_config(name)
-    model = Shortformer(config.model, config.vocab_size, topology.tensor)
+    model = Shortformer(config.model, config.vocab_size, topology.tensor, sequence=sequence)
     initialise(model, 3, topology.tensor)
     counts = passes_of(model.to(dtype))
     return score(model, TOKENS, protocol, eos=EOS, axis=topology.data).nll, counts
@@ -99,11 +101,12 @@ def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(name: str, dtyp
             assert counts == results[0][1]
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", ["shortformer", "transformer-xl", "compressive"])
-def test_tensor_ranks_chain_along_the_data_axis(name: str) -> None:
+def test_tensor_ranks_chain_along_the_data_axis(name: str, sequence: bool) -> None:
     protocol = protocol_of(2)
     alone = score(tiny_model(model_config(name)), TOKENS, protocol, eos=EOS).nll
-    for nll, _ in run_ranks(4, score_on_ranks, name, protocol, torch.float64, 2):
+    for nll, _ in run_ranks(4, score_on_ranks, name, protocol, torch.float64, 2, sequence):
         np.testing.assert_allclose(nll, alone, atol=1e-9)
 
 
