@@ -1,9 +1,9 @@
 """The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each rank,
-`centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written under another name, flushed to
-disk, given its manifest, and renamed when all ranks are done; `latest` is updated last. A kill at any moment thus
-leaves the earlier checkpoints as they were.
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each rank (none if
+`output.save_caches` is false), `centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written
+under another name, flushed to disk, given its manifest, and renamed when all ranks are done; `latest` is updated last.
+A kill at any moment thus leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ class CheckpointStore:
             self._sweep()
         dist.barrier()
         engine.save(self._folder, aside.name)
-        self._write_caches(aside, progress.caches)
+        if self._run.output.save_caches:
+            self._write_caches(aside, progress.caches)
         if self._topology.data.rank == 0:
             self._write_buffers(aside, engine)
         dist.barrier()  # all files have been written
@@ -306,6 +307,8 @@ class CheckpointStore:
         if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
             return ()
         stage = schedule.plan(manifest.step).stage
+        if not RunConfig.parse(manifest.run, source=str(folder)).output.save_caches:
+            return self._cold_caches(folder, engine, stage)
         rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
         wanted = _expected(self._run.model, stage, self._topology.tensor.size)
         files = _cache_files(manifest)
@@ -313,6 +316,13 @@ class CheckpointStore:
         tensors = {name: _read_cache(folder, files, name, rows, axis) for name in wanted}
         _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
         return tuple(map(engine.caches.keep, _split(tensors, self._run.model, stage)))
+
+    def _cold_caches(self, folder: Path, engine: TrainingEngine, stage: Stage) -> tuple[Memory, ...]:
+        """Return empty caches: the rows continue in their lanes, without the text before them."""
+        if stage.cache_length and self._topology.is_first:
+            log(f"{folder}: was saved without caches (output.save_caches is false), so its lanes open cold")
+        empty = engine.caches.keep(engine.model.empty_memory(stage.micro_rows, stage.cache_length))
+        return (empty,) * stage.accumulation
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:

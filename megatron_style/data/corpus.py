@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import DataConfig
-from megatron_style.data.store import BLOCK, TokenStore, open_store
+from megatron_style.data.index import BLOCK
+from megatron_style.data.store import TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
 
 
@@ -38,8 +39,8 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
-    train = open_store(data.train)
-    valid = open_store(data.valid)
+    train = open_store(data.train, check=check_ids)
+    valid = open_store(data.valid, check=check_ids)
     tokenizer = tokenizer_beside(data.train)
     vocab_size = data.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if vocab_size is None:

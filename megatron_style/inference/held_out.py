@@ -10,7 +10,8 @@ from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
 from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.schedule.stages import Stage
 
