@@ -145,6 +145,8 @@ class RunConfig(Section):
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
         if self.data.shuffle and self.model.cache:
             raise ValueError("data.shuffle is true, but model.cache is true: a cache needs the text in its order")
+        if self.parallel.cache == "host" and not self.model.cache:
+            raise ValueError("parallel.cache is host, but model.cache is false: there are no caches; remove it")
         for index, stage in enumerate(self.stages):
             if (self.parallel.micro_tokens or tokens) < stage.segment_length:
                 raise ValueError(
