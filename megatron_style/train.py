@@ -93,7 +93,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
-                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1])
+                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1], topology.data)
                     journal.held_out(progress.step, found)
                     if not math.isfinite(found.loss):
                         raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
