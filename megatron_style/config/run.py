@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
 from megatron_style.config.section import Section
@@ -16,16 +26,76 @@ from megatron_style.config.yaml_file import override, read_yaml, write_yaml
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
 Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0, le=1e15)]
+NAME = r"[\w.+-]+"  # a part of TensorBoard's tags
+Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=64)]
+
+
+class SourceConfig(Section):
+    """One source of a blend: a token store, and how much of it is read: a weight relative to those of the other
+    sources, or epochs, which are a weight in proportion to the size of the store."""
+
+    path: Path
+    name: Name | None = None  # default: that of the file, or of its folder if the file is called train
+    weight: Weight | None = None
+    epochs: Weight | None = None
+
+    @property
+    def label(self) -> str:
+        if self.name is not None:
+            return self.name
+        prefix = self.prefix
+        return prefix.parent.name or prefix.name if prefix.name == "train" else prefix.name
+
+    @property
+    def prefix(self) -> Path:
+        """Return the path without the suffix of one of the two files of the store."""
+        return self.path.with_suffix("") if self.path.suffix in (".bin", ".idx") else self.path
+
+    @model_validator(mode="after")
+    def _one_extent(self) -> Self:
+        if (self.weight is None) == (self.epochs is None):
+            found = "neither" if self.weight is None else "both"
+            raise ValueError(f"needs either weight or epochs; it has {found}")
+        if re.fullmatch(NAME, self.label) is None:
+            raise ValueError(f"{self.label!r} of its path cannot be the name of a source; set name, such as books")
+        return self
+
+
+Sources = Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
 
 
 class DataConfig(Section):
     """Token stores by prefix (`data/sotu/train` names train.bin and train.idx)."""
 
-    train: Path
+    train: Annotated[
+        Annotated[Path, Tag("(path)")] | Annotated[Sources, Tag("(list)")],
+        Discriminator(lambda value: "(list)" if isinstance(value, list | tuple) else "(path)"),
+    ]
     valid: Path
     vocab_size: PositiveInt | None = None  # only for stores without a dictionary
     tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
     shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """Return the sources of the training text; a path is the only one."""
+        return (SourceConfig(path=self.train, name="train", weight=1.0),) if isinstance(self.train, Path) else self.train
+
+    @property
+    def is_blend(self) -> bool:
+        return len(self.sources) > 1
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> Self:
+        sources = self.sources
+        if len({source.weight is None for source in sources}) > 1:
+            raise ValueError("train: some sources have a weight, others epochs; give all of them the same")
+        for kind, values in (("name", [s.label for s in sources]), ("path", [str(s.prefix) for s in sources])):
+            if repeated := [value for value in values if values.count(value) > 1]:
+                remedy = "give each source a name of its own" if kind == "name" else "give it once, with the sum"
+                raise ValueError(f"train: duplicate {kind} '{repeated[0]}'; {remedy}")
+        return self
 
 
 class StageConfig(Section):
@@ -149,6 +219,11 @@ class RunConfig(Section):
                     f"stages.{index}.segment_length ({stage.segment_length})"
                 )
             self.model.check_segment(stage.segment_length, f"stages.{index}.segment_length")
+            if stage.epochs and self.data.is_blend:
+                raise ValueError(
+                    f"stages.{index}.epochs is {stage.epochs}, but data.train is a blend, whose sources have epochs of "
+                    f"their own; give steps or tokens instead"
+                )
             if stage.cache_length and not self.model.cache:
                 raise ValueError(f"stages.{index}.cache_length is {stage.cache_length}, but model.cache is false")
             if tokens % stage.segment_length:

@@ -19,16 +19,19 @@ from megatron_style.schedule.unread import Indices, Unread
 
 @dataclass(frozen=True)
 class Reading:
-    """The tokens of some rows in one step: row i reads stream[places[i, :lengths[i]]]."""
+    """The tokens of some rows in one step: row i reads places[i, :lengths[i]] of the stream of its source."""
 
     places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
     lengths: Indices  # [rows]
+    sources: Indices  # [rows]; numbers in the order of data.train
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
+    """A pass over one source."""
+
     unread: Unread
-    rows: int  # over all data-parallel ranks
+    rows: int  # of this source, over all data-parallel ranks
     segment_length: int
 
     @property
@@ -61,12 +64,16 @@ class Pass(ABC):
         """Return the tokens of all rows in this turn."""
         return int(self._lengths(turn).sum())
 
-    def read(self, turn: int, rows: Indices) -> Reading:
-        width = int(self._lengths(turn).max())  # over all rows, so that it is the same on every rank
+    def width(self, turn: int) -> int:
+        """Return the length of the longest segment of all rows."""
+        return int(self._lengths(turn).max())
+
+    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices]:
+        """Return the places and lengths of the rows' segments; see `Reading`."""
         firsts, lengths = self.extent(turn, rows)
         offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
         places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
-        return Reading(self.unread.in_stream(places), lengths)
+        return self.unread.in_stream(places), lengths
 
     def _lengths(self, turn: int) -> Indices:
         return self.extent(turn, np.arange(self.rows))[1]

@@ -1,0 +1,120 @@
+"""A blend: the rows of the batch are divided among the sources of the training text, and each source has a pass over its
+own rows. A run with one source is a blend of one.
+
+The pass of a blend ends with that of the first source to be through. All sources then open a new one: over what is left
+unread or, if nothing is, over the next epoch. This is the rule for a stage that begins in the middle of an epoch, so
+each source reads each token once per epoch, and all rows open their lanes at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from megatron_style.base.errors import UserError
+from megatron_style.config.run import DataConfig, SourceConfig
+from megatron_style.schedule.passes import Pass, Reading
+from megatron_style.schedule.unread import Indices, Unread
+
+
+@dataclass(frozen=True)
+class Blend:
+    parts: tuple[Pass, ...]  # one for each source; its rows follow those of the source before
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def steps(self) -> int:
+        return min(part.steps for part in self.parts)
+
+    def after(self, turns: int) -> tuple[Unread, ...]:
+        """Return what remains of each source after the first `turns` steps."""
+        return tuple(part.after(turns) for part in self.parts)
+
+    def tokens_at(self, turn: int) -> tuple[int, ...]:
+        """Return the tokens of each source in this turn."""
+        return tuple(part.tokens_at(turn) for part in self.parts)
+
+    def tokens_before(self, turn: int) -> int:
+        return sum(part.tokens_before(turn) for part in self.parts)
+
+    def read(self, turn: int, rows: Indices) -> Reading:
+        width = max(part.width(turn) for part in self.parts)  # over all rows, so that it is the same on every rank
+        sources = np.searchsorted(self._firsts, rows, side="right") - 1
+        places = np.empty((len(rows), width), np.int64)
+        lengths = np.empty(len(rows), np.int64)
+        for source in np.unique(sources):
+            own = sources == source
+            own_rows = rows[own] - self._firsts[source]
+            places[own], lengths[own] = self.parts[source].read(turn, own_rows, width)
+        return Reading(places, lengths, sources)
+
+    @cached_property
+    def _firsts(self) -> Indices:
+        """Return the first row of each source."""
+        rows = np.array([part.rows for part in self.parts])
+        firsts: Indices = np.cumsum(rows) - rows
+        return firsts
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a training text, in the order of data.train."""
+
+    names: tuple[str, ...]
+    tokens: tuple[int, ...]  # of each store
+    amounts: tuple[Fraction, ...]  # relative to each other; exact, so that all ranks agree on the rows
+
+    def allot(self, rows: int, segment_length: int, where: str) -> tuple[int, ...]:
+        """Divide the rows of a batch by the method of the largest remainder, and refuse a source without any."""
+        total = sum(self.amounts)
+        quotas = [rows * amount / total for amount in self.amounts]
+        allotted = [int(quota) for quota in quotas]
+        by_remainder = sorted(range(len(quotas)), key=lambda source: allotted[source] - quotas[source])
+        for source in by_remainder[: rows - sum(allotted)]:
+            allotted[source] += 1
+        if 0 in allotted:
+            source = allotted.index(0)
+            raise UserError(f"{where}: data.train: {self._none(source, rows, segment_length)}")
+        return tuple(allotted)
+
+    def _none(self, source: int, rows: int, segment_length: int) -> str:
+        """Describe what would give a row to a source that has none."""
+        own = self.amounts[source]
+        others = sum(self.amounts) - own
+        tokens = math.ceil((own + others) / own) * segment_length
+        remedy = f"an update of {tokens:,} tokens is enough (data.tokens_per_batch x data-parallel ranks)"
+        if rows > len(self.amounts):
+            remedy += f", or {math.ceil(others / (rows - 1) / own * 100) / 100:,} times its weight or epochs"
+        return f"'{self.names[source]}' would get none of the {rows} rows of an update; {remedy}"
+
+    def check(self, rows: Sequence[int], segment_length: int, where: str) -> None:
+        """Refuse a source that has less than one segment for each of its rows."""
+        for name, tokens, own_rows in zip(self.names, self.tokens, rows, strict=True):
+            if tokens >= own_rows * segment_length:
+                continue
+            text, lower = ("the corpus", "") if len(self.names) == 1 else (f"data.train: '{name}'", ", a lower weight")
+            raise UserError(
+                f"{where}: {text} has {tokens} tokens, {tokens // own_rows} for each of its {own_rows} rows over all "
+                f"data-parallel ranks, less than one segment of {segment_length}; use a larger corpus{lower}, fewer "
+                f"ranks or a smaller data.tokens_per_batch"
+            )
+
+
+def sources_of(data: DataConfig, tokens: Sequence[int]) -> Sources:
+    amounts = [_amount(source, size) for source, size in zip(data.sources, tokens, strict=True)]
+    return Sources(tuple(source.label for source in data.sources), tuple(tokens), tuple(amounts))
+
+
+def _amount(source: SourceConfig, tokens: int) -> Fraction:
+    if source.weight is not None:
+        return Fraction(source.weight)
+    assert source.epochs is not None, "a source has either a weight or epochs"
+    return Fraction(source.epochs) * tokens
