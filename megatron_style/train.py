@@ -53,7 +53,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
         checkpoints = CheckpointStore(run, topology)
         origin = checkpoints.newest() or open_start(run, topology)
         schedule = StageSchedule(
-            run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size, history=origin.history
+            run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size, history=origin.history
         )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         progress = origin.load(engine, schedule)

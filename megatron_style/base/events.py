@@ -53,6 +53,7 @@ class TrainEvent:
     flops_per_second: float | None = None
     memory_bytes: int | None = None
     auxiliary: Mapping[str, float] | None = None
+    by_source: Mapping[str, float] | None = None  # the loss of each source of a blend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,11 @@ class DataConfig(Section):
         return (SourceConfig(path=self.train, name="train", weight=1.0),) if isinstance(self.train, Path) else self.train
 
     @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """Return all stores of the run."""
+        return (*(source.path for source in self.sources), self.valid)
+
+    @property
     def is_blend(self) -> bool:
         return len(self.sources) > 1
 

@@ -42,6 +42,7 @@ class _Figures(NamedTuple):
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+    by_source: dict[str, float]  # of a blend
 
 
 class Journal:
@@ -96,6 +97,9 @@ class Journal:
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+        if run.data.is_blend:
+            for stage in self._schedule.stages_from(first_step):
+                self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
     def preflight(self, stage: Stage, peak: int) -> None:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
@@ -192,8 +196,11 @@ class Journal:
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
         values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
-        mean, grad_norm, *auxiliary = torch.stack(values).tolist()
-        return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
+        by_source = [] if loss.by_source is None else list(data.sum(loss.by_source).double())
+        mean, grad_norm, *more = torch.stack([*values, *by_source]).tolist()
+        auxiliary = dict(zip(loss.auxiliary, more, strict=False))
+        sources = self._schedule.sources.names if by_source else ()
+        return _Figures(mean, grad_norm, auxiliary, dict(zip(sources, more[len(auxiliary) :], strict=True)))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals
@@ -218,6 +225,7 @@ class Journal:
             flops_per_second=speed,
             memory_bytes=memory,
             auxiliary=figures.auxiliary or None,
+            by_source=figures.by_source or None,
         )
         self._record(event)
         reason = update.spike or "the gradient is not finite"

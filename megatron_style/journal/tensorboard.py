@@ -173,6 +173,7 @@ def scalars_of(event: Event) -> dict[str, float]:
     found = _points(event, _TAGS[type(event)])
     if isinstance(event, TrainEvent):
         found |= {f"train/auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
+        found |= {f"train/loss/{name}": loss for name, loss in (event.by_source or {}).items()}
     if isinstance(event, ValidEvent):
         bands = enumerate(event.by_position or (), start=1)
         found |= {f"valid_by_position/{band:02d}": loss for band, loss in bands}

@@ -72,6 +72,10 @@ class Sources:
     tokens: tuple[int, ...]  # of each store
     amounts: tuple[Fraction, ...]  # relative to each other; exact, so that all ranks agree on the rows
 
+    @property
+    def tokens_by_name(self) -> dict[str, int]:
+        return dict(zip(self.names, self.tokens, strict=True))
+
     def allot(self, rows: int, segment_length: int, where: str) -> tuple[int, ...]:
         """Divide the rows of a batch by the method of the largest remainder, and refuse a source without any."""
         total = sum(self.amounts)
@@ -95,6 +99,14 @@ class Sources:
             remedy += f", or {math.ceil(others / (rows - 1) / own * 100) / 100:,} times its weight or epochs"
         return f"'{self.names[source]}' would get none of the {rows} rows of an update; {remedy}"
 
+    def describe(self, rows: Sequence[int]) -> str:
+        """Say which share of the rows each source has, and which it was meant to have."""
+        total = sum(self.amounts)
+        shares = []
+        for name, amount, own_rows in zip(self.names, self.amounts, rows, strict=True):
+            shares.append(f"{name} {own_rows} ({own_rows / sum(rows):.1%}, of {float(amount / total):.1%} wanted)")
+        return f"{sum(rows)} rows: {', '.join(shares)}"
+
     def check(self, rows: Sequence[int], segment_length: int, where: str) -> None:
         """Refuse a source that has less than one segment for each of its rows."""
         for name, tokens, own_rows in zip(self.names, self.tokens, rows, strict=True):
@@ -109,6 +121,11 @@ class Sources:
 
 
 def sources_of(data: DataConfig, tokens: Sequence[int]) -> Sources:
+    if len(tokens) != len(data.sources):
+        raise UserError(
+            f"data.train: has {len(data.sources)} sources, but the sizes of {len(tokens)} are known; the checkpoint is "
+            f"damaged or of another run"
+        )
     amounts = [_amount(source, size) for source, size in zip(data.sources, tokens, strict=True)]
     return Sources(tuple(source.label for source in data.sources), tuple(tokens), tuple(amounts))
 

@@ -139,6 +139,10 @@ class StageSchedule:
         """Return the rows of each source in a stage on this grid, over all data-parallel ranks."""
         return self._allot(stage, stage.rows * self._data_parallel)
 
+    def shares_of(self, stage: Stage) -> str:
+        """Describe how a stage divides its rows among the sources."""
+        return self.sources.describe(self.rows_of(stage))
+
     def _allot(self, stage: Stage, rows: int) -> tuple[int, ...]:
         return self.sources.allot(rows, stage.segment_length, f"stages.{stage.index}")
 
