@@ -22,7 +22,8 @@ import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.inference.decoder import Decoder
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.model.vocabulary import AdaptiveVocabulary
 from megatron_style.parallel.sharding import initialise

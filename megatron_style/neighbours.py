@@ -28,7 +28,9 @@ from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
 from megatron_style.inference.arguments import DTYPES, add_protocol_flags, request_of
 from megatron_style.inference.measure import token_bar
-from megatron_style.inference.scoring import MODES, Protocol, Reader, make_protocol
+from megatron_style.inference.scoring.modes import MODES, make_protocol
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.reader import Reader
 
 WALKS = tuple(mode for mode in MODES if mode != "token-by-token")  # `cached` gives the same keys
 TOKENS_PER_LANE = 2**16

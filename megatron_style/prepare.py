@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, run_command, show
 from megatron_style.base.errors import UserError
-from megatron_style.data.corpora import DEFAULT_CACHE, SPLITS, built_in_corpus
+from megatron_style.base.files import DEFAULT_CACHE
+from megatron_style.data.corpora import SPLITS, built_in_corpus
 from megatron_style.data.prepare import Recipe, prepare_corpus
 from megatron_style.data.text import TextFile, check_text_file
 from megatron_style.data.tokenizer import SMALLEST_BPE_VOCAB, load_tokenizer

@@ -39,7 +39,8 @@ _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
 def main() -> None:
-    train(load_run(*parse_train_arguments()))
+    arguments = parse_train_arguments()
+    train(load_run(arguments.run_file, arguments.settings))
 
 
 def train(run: RunConfig, signals: StopSignals | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -21,7 +21,7 @@ from pydantic import (
 
 from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
 from megatron_style.config.section import Section
-from megatron_style.config.yaml_file import override, read_yaml, write_yaml
+from megatron_style.config.yaml_file import override, read_yaml, write_yaml, yaml_text
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
 Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
@@ -32,13 +32,13 @@ Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=64)]
 
 
 class SourceConfig(Section):
-    """One source of a blend: a token store, and how much of it is read: a weight relative to those of the other
-    sources, or epochs, which are a weight in proportion to the size of the store."""
+    """One source of a blend, with either `weight` or `epochs`, which are a weight in proportion to the size of the
+    store."""
 
-    path: Path
+    path: Path  # of a store
     name: Name | None = None  # default: that of the file, or of its folder if the file is called train
-    weight: Weight | None = None
-    epochs: Weight | None = None
+    weight: Weight | None = None  # share of the rows of a batch, relative to the other sources
+    epochs: Weight | None = None  # instead of weight: epochs of this source, relative to those of the others
 
     @property
     def label(self) -> str:
@@ -63,16 +63,21 @@ class SourceConfig(Section):
 
 
 Sources = Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+TrainText = Annotated[
+    Annotated[Path, Tag("(path)")] | Annotated[Sources, Tag("(list)")],
+    Discriminator(lambda value: "(list)" if isinstance(value, list | tuple) else "(path)"),
+]
+HeldOutText = Annotated[
+    Annotated[Path, Tag("(path)")] | Annotated[dict[Name, Path], Field(min_length=1), Tag("(mapping)")],
+    Discriminator(lambda value: "(mapping)" if isinstance(value, dict) else "(path)"),
+]
 
 
 class DataConfig(Section):
     """Token stores by prefix (`data/sotu/train` names train.bin and train.idx)."""
 
-    train: Annotated[
-        Annotated[Path, Tag("(path)")] | Annotated[Sources, Tag("(list)")],
-        Discriminator(lambda value: "(list)" if isinstance(value, list | tuple) else "(path)"),
-    ]
-    valid: Path
+    train: TrainText  # what the run learns from: a store, or a blend of several
+    valid: HeldOutText  # held-out text, which the run is evaluated on: a store, or several by name, the main one first
     vocab_size: PositiveInt | None = None  # only for stores without a dictionary
     tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
     shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
@@ -80,12 +85,19 @@ class DataConfig(Section):
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
         """Return the sources of the training text; a path is the only one."""
-        return (SourceConfig(path=self.train, name="train", weight=1.0),) if isinstance(self.train, Path) else self.train
+        return (
+            (SourceConfig(path=self.train, name="train", weight=1.0),) if isinstance(self.train, Path) else self.train
+        )
+
+    @property
+    def held_out(self) -> Mapping[str, Path]:
+        """Return the held-out stores by name, the main one first; a single path has the name ""."""
+        return {"": self.valid} if isinstance(self.valid, Path) else self.valid
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
         """Return all stores of the run."""
-        return (*(source.path for source in self.sources), self.valid)
+        return (*(source.path for source in self.sources), *self.held_out.values())
 
     @property
     def is_blend(self) -> bool:
@@ -106,11 +118,11 @@ class DataConfig(Section):
 class StageConfig(Section):
     """One stretch of training at a fixed segment length; its extent is in epochs, steps or tokens."""
 
-    segment_length: Tokens
+    segment_length: Tokens  # of every row; it divides data.tokens_per_batch
     cache_length: Tokens | None = None  # default: the segment length, when the model has a cache
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    epochs: PositiveInt | None = None  # passes over the training text; one of epochs, steps, tokens
+    steps: PositiveInt | None = None  # updates
+    tokens: PositiveInt | None = None  # over all data-parallel ranks
     micro_rows: PositiveInt | None = None  # default: as many as parallel.micro_tokens allows
 
     @model_validator(mode="after")
@@ -125,13 +137,13 @@ class StageConfig(Section):
 class LearningRateConfig(Section):
     """Linear warm-up, then cosine periods, each `period_growth` times longer and `shrink` times lower."""
 
-    peak: PositiveFloat
-    floor: NonNegativeFloat = 0.0
-    warmup_steps: NonNegativeInt = 0
-    warmup_from: NonNegativeFloat = 1e-7
+    peak: PositiveFloat  # after the warm-up
+    floor: NonNegativeFloat = 0.0  # at the end of a period
+    warmup_steps: NonNegativeInt = 0  # updates from warmup_from to peak
+    warmup_from: NonNegativeFloat = 1e-7  # of the first update, if there is a warm-up
     period_steps: PositiveInt | None = None  # default: one period, up to the last step
-    period_growth: float = Field(1.0, ge=1)
-    shrink: float = Field(1.0, gt=0, le=1)
+    period_growth: float = Field(1.0, ge=1)  # length of a period relative to the one before
+    shrink: float = Field(1.0, gt=0, le=1)  # of peak and floor from one period to the next
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -143,22 +155,22 @@ class LearningRateConfig(Section):
 class SpikeConfig(Section):
     """The reaction to a loss above `factor` times the median of the `window` losses before it."""
 
-    factor: float = Field(gt=1)
-    action: Literal["skip", "stop"]
-    window: PositiveInt = 64  # steps
+    factor: float = Field(gt=1)  # times the median
+    action: Literal["skip", "stop"]  # skip the update, or stop the run
+    window: PositiveInt = 64  # steps whose median loss counts
 
 
 class OptimizerConfig(Section):
     """Optimizer, schedule and clipping. Each may be in the ds_config instead, never in both."""
 
     name: OptimizerKind | None = None  # default: nag
-    learning_rate: LearningRateConfig | None = None
-    momentum: Fraction = 0.99  # nag
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
-    eps: PositiveFloat = 1e-8  # adamw
-    weight_decay: NonNegativeFloat = 0.0
+    learning_rate: LearningRateConfig | None = None  # required, unless the ds_config has a scheduler
+    momentum: Fraction = 0.99  # of nag
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # of adamw
+    eps: PositiveFloat = 1e-8  # of adamw
+    weight_decay: NonNegativeFloat = 0.0  # decoupled from the gradient
     decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices; for nag all, as in the reference
-    clip_norm: PositiveFloat | None = None  # default: 0.1
+    clip_norm: PositiveFloat | None = None  # largest norm of the gradient; default: 0.1
     max_skipped: PositiveInt = 50  # updates in a row without a finite gradient that end the run
     spike: SpikeConfig | None = None  # default: no loss is too high
 
@@ -168,14 +180,14 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    tensor: PositiveInt = 1
-    recompute: bool = False
+    tensor: PositiveInt = 1  # ranks that share each layer; the other ranks are data-parallel
+    recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
 class OutputConfig(Section):
-    path: Path
-    log_every: PositiveInt = 10
+    path: Path  # folder of the run: metrics, checkpoints, model
+    log_every: PositiveInt = 10  # steps between two lines of the log
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
     evaluate_tokens: PositiveInt | None = None  # of the held-out text; default: all
     sample_tokens: NonNegativeInt = 40  # generated after the first held-out tokens; 0: none
@@ -196,15 +208,15 @@ def seconds_of(duration: str) -> float:
 
 
 class RunConfig(Section):
-    model: ModelConfig
-    data: DataConfig
-    stages: tuple[StageConfig, ...] = Field(min_length=1)
-    optimizer: OptimizerConfig = OptimizerConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    output: OutputConfig
-    deepspeed: Path | None = None
+    model: ModelConfig  # its architecture
+    data: DataConfig  # its text
+    stages: tuple[StageConfig, ...] = Field(min_length=1)  # of training, usually short segments first
+    optimizer: OptimizerConfig = OptimizerConfig()  # its updates
+    parallel: ParallelConfig = ParallelConfig()  # how a replica is split over ranks and micro-batches
+    output: OutputConfig  # what is written, and how often
+    deepspeed: Path | None = None  # a ds_config: ZeRO, precision, offload; default: ZeRO 0 in fp32
     start: Path | None = None  # a model, in any form, to begin with: weights, and step and optimizer if it has them
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt = 1  # of first weights, order of segments and dropout
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -263,6 +275,11 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
 def save_run(run: RunConfig, path: Path) -> None:
     """Write the resolved run file."""
     write_yaml(run.as_data(), path)
+
+
+def run_text(run: RunConfig) -> str:
+    """Return the run file with all defaults."""
+    return yaml_text(run.as_data())
 
 
 def keep_older(path: Path, run: RunConfig, step: int) -> None:

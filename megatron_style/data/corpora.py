@@ -17,7 +17,6 @@ from megatron_style.data.download import Download, fetch
 from megatron_style.data.text import TextFile
 
 SPLITS = ("train", "valid", "test")
-DEFAULT_CACHE = Path("~/.cache/megatron_style")
 
 WIKITEXT_103 = Download(
     url="https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-103-v1.zip",

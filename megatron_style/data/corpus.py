@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import DataConfig
-from megatron_style.data.store import BLOCK, TokenStore, open_store
+from megatron_style.data.index import BLOCK
+from megatron_style.data.store import TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Corpus:
     train: tuple[TokenStore, ...]  # one for each source
-    valid: TokenStore
+    valid: Mapping[str, TokenStore]  # by name, the main one first
     vocab_size: int
     tokenizer: Tokenizer | None  # the stores of other tools may have none
     eos: int = EOS
@@ -44,8 +45,8 @@ class Corpus:
 
 def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
     prefixes = [source.path for source in data.sources]
-    train = tuple(open_store(prefix) for prefix in prefixes)
-    valid = open_store(data.valid)
+    train = tuple(open_store(prefix, check=check_ids) for prefix in prefixes)
+    valid = {name: open_store(prefix, check=check_ids) for name, prefix in data.held_out.items()}
     owner, tokenizer = _first_tokenizer(prefixes)
     vocab_size = data.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if vocab_size is None:
@@ -53,11 +54,11 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
             f"{owner.parent}: no {DICTIONARY_FILE} or {BPE_FILE} next to the token store; "
             f"set data.vocab_size to the number of token ids"
         )
-    for prefix in (*prefixes, data.valid):
+    for prefix in data.prefixes:
         if prefix.parent != owner.parent:
             check_same_tokenizer(tokenizer, prefix, f"{owner}")
     if check_ids:
-        for store in (*train, valid):
+        for store in (*train, *valid.values()):
             store.check_ids(vocab_size)
     return Corpus(train, valid, vocab_size, tokenizer)
 

@@ -18,6 +18,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.files import atomic_folder
 from megatron_style.data.corpora import SPLITS
 from megatron_style.data.encode import build_bpe_tokenizer, build_word_dictionary, encode_split
+from megatron_style.data.inspection import RECORD_SUFFIX
 from megatron_style.data.text import CHUNK_BYTES, TextFile, file_digest
 from megatron_style.data.tokenizer import BPE_FILE, DEFAULT_BPE_VOCAB, DICTIONARY_FILE, Tokenizer, load_tokenizer
 from megatron_style.data.workers import WorkerPool
@@ -25,7 +26,7 @@ from megatron_style.data.workers import WorkerPool
 _RECORD_FILE = "corpus.json"
 _RECORD_FORMAT = 1
 _REPLACE_HINT = "use --overwrite to replace it, or another folder"
-_STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, (".bin", ".idx"))}
+_STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, (".bin", ".idx", RECORD_SUFFIX))}
 _OUTPUT_FILES = {_RECORD_FILE, DICTIONARY_FILE, BPE_FILE} | _STORE_FILES
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 
 from megatron_style.base.command import positive_int
-from megatron_style.inference.scoring import Request
+from megatron_style.inference.scoring.protocol import Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

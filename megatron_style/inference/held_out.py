@@ -10,7 +10,8 @@ from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
 from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.schedule.stages import Stage
 
@@ -27,14 +28,14 @@ class HeldOut:
     text_digest: str = ""  # of the text and its vocabulary
 
 
-def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage) -> HeldOut:
-    """Evaluate by the protocol of the run's last stage in every stage, so that stages can be compared. All ranks take
+def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage, name: str = "") -> HeldOut:
+    """Evaluate on the held-out text of this name, by the protocol of the run's last stage in every stage, so that stages can be compared. All ranks take
     part, and the state of the training does not change."""
     mode: EvaluationMode = "cached" if last.cache_length else "nonoverlapping"
     protocol = Protocol(
         mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
     )
-    tokens = corpus.valid.tokens[: output.evaluate_tokens]
+    tokens = corpus.valid[name].tokens[: output.evaluate_tokens]
     found = score(model, tokens, protocol, eos=corpus.eos)
     prompt = tokens[:_PROMPT_TOKENS].tolist()
     written = continue_greedily(

@@ -1,16 +1,16 @@
 """A blend: the rows of the batch are divided among the sources of the training text, and each source has a pass over its
 own rows. A run with one source is a blend of one.
 
-The pass of a blend ends with that of the first source to be through. All sources then open a new one: over what is left
-unread or, if nothing is, over the next epoch. This is the rule for a stage that begins in the middle of an epoch, so
-each source reads each token once per epoch, and all rows open their lanes at the same step.
+A blend ends when the first of its sources is through, and all rows open their lanes again in the next: that source
+begins an epoch, the others stay in their passes. A stage or a grid cuts new lanes from what each source has left unread.
+So each source reads each token once per epoch, and caches are empty for all rows or for none.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -23,8 +23,45 @@ from megatron_style.schedule.unread import Indices, Unread
 
 
 @dataclass(frozen=True)
+class Part:
+    """A source in a blend: its pass, and the number of turns of it that were over when the blend began."""
+
+    epoch: int  # from 0
+    reading_pass: Pass
+    begun: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.reading_pass.rows
+
+    @property
+    def steps(self) -> int:
+        return self.reading_pass.steps - self.begun
+
+    def after(self, turns: int) -> Part:
+        """Return the rest of the pass."""
+        return replace(self, begun=self.begun + turns)
+
+    @property
+    def unread(self) -> Unread:
+        return self.reading_pass.after(self.begun)
+
+    def tokens_at(self, turn: int) -> int:
+        return self.reading_pass.tokens_at(self.begun + turn)
+
+    def tokens_before(self, turn: int) -> int:
+        return self.reading_pass.tokens_before(self.begun + turn) - self.reading_pass.tokens_before(self.begun)
+
+    def width(self, turn: int) -> int:
+        return self.reading_pass.width(self.begun + turn)
+
+    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices]:
+        return self.reading_pass.read(self.begun + turn, rows, width)
+
+
+@dataclass(frozen=True)
 class Blend:
-    parts: tuple[Pass, ...]  # one for each source; its rows follow those of the source before
+    parts: tuple[Part, ...]  # one for each source; its rows follow those of the source before
 
     @property
     def rows(self) -> int:
@@ -34,9 +71,9 @@ class Blend:
     def steps(self) -> int:
         return min(part.steps for part in self.parts)
 
-    def after(self, turns: int) -> tuple[Unread, ...]:
-        """Return what remains of each source after the first `turns` steps."""
-        return tuple(part.after(turns) for part in self.parts)
+    @property
+    def epochs(self) -> tuple[int, ...]:
+        return tuple(part.epoch for part in self.parts)
 
     def tokens_at(self, turn: int) -> tuple[int, ...]:
         """Return the tokens of each source in this turn."""

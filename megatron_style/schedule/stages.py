@@ -15,8 +15,8 @@ import numpy as np
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig, StageConfig, divisors_of
-from megatron_style.schedule.blend import Blend, sources_of
-from megatron_style.schedule.passes import Pass, Reading, ShuffledSegments, TextLanes
+from megatron_style.schedule.blend import Blend, Part, sources_of
+from megatron_style.schedule.passes import Reading, ShuffledSegments, TextLanes
 from megatron_style.schedule.unread import Unread
 
 MOST_PASSES = 10_000  # which are all laid out at the start
@@ -47,7 +47,6 @@ class Stage:
 class StepPlan:
     step: int
     stage: Stage
-    epochs: tuple[int, ...]  # of each source, from 0
     turn: int  # the number of segments that each row has read since its lane was opened
     blend: Blend
 
@@ -76,7 +75,6 @@ class StepPlan:
 class _Stretch:
     first_step: int
     stage: Stage
-    epochs: tuple[int, ...]
     blend: Blend
 
 
@@ -119,7 +117,7 @@ class StageSchedule:
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} is outside the schedule of {self.total_steps} steps")
         stretch = self._stretches[bisect_right(self._firsts, step) - 1]
-        return StepPlan(step, stretch.stage, stretch.epochs, step - stretch.first_step, stretch.blend)
+        return StepPlan(step, stretch.stage, step - stretch.first_step, stretch.blend)
 
     def tokens_before(self, step: int) -> int:
         """Return the number of target tokens of all steps before this one, over all data-parallel ranks."""
@@ -160,10 +158,8 @@ class StageSchedule:
         if step == 0:
             return 0, entire
         before = self.plan(step - 1)
-        epoch = before.epochs[source]
-        part = before.blend.parts[source]
-        done = before.turn + 1
-        return (epoch, part.place(done)) if done < part.steps else (epoch + 1, entire)
+        rest = before.blend.parts[source].after(before.turn + 1)
+        return (rest.epoch, rest.reading_pass.place(rest.begun)) if rest.steps else (rest.epoch + 1, entire)
 
     def is_at(self, step: int, place: Mapping[str, int | str]) -> bool:
         """True if a checkpoint with this place can be resumed at this step."""
@@ -178,8 +174,8 @@ class StageSchedule:
         if step == 0:
             return {"epoch": 0, "unread": entire}
         before = self.plan(step - 1)
-        left = before.blend.after(before.turn + 1)[0]
-        return {"epoch": before.epochs[0] + (not left.tokens), "unread": left.digest if left.tokens else entire}
+        rest = before.blend.parts[0].after(before.turn + 1)
+        return {"epoch": rest.epoch + (not rest.steps), "unread": rest.unread.digest if rest.steps else entire}
 
     def stages_from(self, step: int) -> tuple[Stage, ...]:
         """Return the stages that have steps left."""
@@ -195,32 +191,33 @@ class StageSchedule:
         return step + 1 == self.total_steps or self.opens_stage(step + 1)
 
     def _lay_out(self, extents: tuple[StageConfig, ...]) -> Iterator[tuple[_Stretch, int]]:
-        entire = tuple(Unread.entire(tokens) for tokens in self.sources.tokens)
-        unread = entire
+        left: Sequence[Part | None] = [None] * len(self.sources.names)  # what the stretch before left of each source
         step = 0
-        epochs = (0,) * len(entire)
+        epoch = 0  # of the only source: a stage of a blend has no epochs
         for stage, extent in zip(self.stages, extents, strict=True):
+            first_step = step
             end_step = step + extent.steps if extent.steps else None
-            end_epoch = epochs[0] + extent.epochs if extent.epochs else None  # only a run with one source has it
+            end_epoch = epoch + extent.epochs if extent.epochs else None
             tokens_left = extent.tokens
-            while step != end_step and epochs[0] != end_epoch and (tokens_left is None or tokens_left > 0):
-                blend = self._open(stage, unread, epochs, step)
+            while step != end_step and epoch != end_epoch and (tokens_left is None or tokens_left > 0):
+                is_cut = step == first_step or any(first == step for first, _ in self.history)
+                blend = self._open(stage, step, left, is_cut=is_cut)
                 ends = [last - step for last in (end_step, self._next_grid(step)) if last is not None]
                 steps = min([blend.steps, *ends])
                 if tokens_left is not None:
                     steps = min(steps, -(-tokens_left // (blend.rows * stage.segment_length)))
-                yield _Stretch(step, stage, epochs, blend), steps
+                    tokens_left -= blend.tokens_before(steps)
+                yield _Stretch(step, stage, blend), steps
                 step += steps
-                left = blend.after(steps)
-                if tokens_left is not None:
-                    tokens_left -= _tokens(unread) - _tokens(left)
-                epochs = tuple(epoch + (not rest.tokens) for epoch, rest in zip(epochs, left, strict=True))
-                unread = tuple(rest if rest.tokens else text for rest, text in zip(left, entire, strict=True))
+                left = [part.after(steps) for part in blend.parts]
+                epoch = left[0].epoch + (not left[0].steps)
 
     def _next_grid(self, step: int) -> int | None:
         return next((first for first, _ in self.history if first > step), None)
 
-    def _open(self, stage: Stage, unread: tuple[Unread, ...], epochs: tuple[int, ...], step: int) -> Blend:
+    def _open(self, stage: Stage, step: int, left: Sequence[Part | None], *, is_cut: bool) -> Blend:
+        """Open the lanes of all sources. A source that is not through stays in its pass unless `is_cut`, or no source
+        is through."""
         tokens = next(tokens for first, tokens in reversed(self.history) if first <= step)
         rows = tokens // stage.segment_length
         if not rows:
@@ -228,15 +225,24 @@ class StageSchedule:
                 f"stages.{stage.index}: an update of {tokens} tokens, as the history of the checkpoint has it, is less "
                 f"than one segment of {stage.segment_length}; the checkpoint is damaged or of another run"
             )
-        parts: list[Pass] = []
-        for source, own_rows in enumerate(self._allot(stage, rows)):
-            text = unread[source]
-            if self._shuffles:
-                key = (self._seed, epochs[source], step, *([source] if source else []))
-                parts.append(ShuffledSegments(text, own_rows, stage.segment_length, key=key))
+        is_cut = is_cut or all(part is not None and part.steps for part in left)
+        parts = []
+        for source, (own_rows, before) in enumerate(zip(self._allot(stage, rows), left, strict=True)):
+            if before is None or not before.steps or is_cut:
+                parts.append(self._cut(stage, step, source, own_rows, before))
             else:
-                parts.append(TextLanes(text, own_rows, stage.segment_length))
+                parts.append(before)
         return Blend(tuple(parts))
+
+    def _cut(self, stage: Stage, step: int, source: int, rows: int, before: Part | None) -> Part:
+        """Open a pass over what a source has left unread or, if nothing is left, over its next epoch."""
+        epoch = 0 if before is None else before.epoch + (not before.steps)
+        is_through = before is None or not before.steps
+        unread = Unread.entire(self.sources.tokens[source]) if is_through else before.unread
+        if not self._shuffles:
+            return Part(epoch, TextLanes(unread, rows, stage.segment_length))
+        key = (self._seed + (source << 64), epoch, step)  # the first source has the order that it has alone
+        return Part(epoch, ShuffledSegments(unread, rows, stage.segment_length, key=key))
 
 
 def resolve_stage(run: RunConfig, index: int) -> Stage:
@@ -254,7 +260,3 @@ def resolve_stage(run: RunConfig, index: int) -> Stage:
         )
     cache_length = (config.cache_length or config.segment_length) if run.model.cache else 0
     return Stage(index, config.segment_length, cache_length, rows, micro_rows)
-
-
-def _tokens(texts: tuple[Unread, ...]) -> int:
-    return sum(text.tokens for text in texts)

@@ -16,8 +16,9 @@ import pytest
 
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import UserError
+from megatron_style.data.inspection import RECORD_SUFFIX, read_record
 from megatron_style.data.prepare import Recipe, prepare_corpus
-from megatron_style.data.store import open_store
+from megatron_style.data.store import open_store, store_files
 from megatron_style.data.text import TextFile
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.data.workers import worker_pool
@@ -44,7 +45,8 @@ def run(command: Sequence[object], **options: object) -> subprocess.CompletedPro
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Return the files of a corpus, except the records that hold times."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(RECORD_SUFFIX)}
 
 
 def write_text(path: Path, lines: int, seed: int = 0) -> Path:
@@ -165,6 +167,7 @@ def test_the_same_recipe_again_changes_nothing(
     out = tmp_path / "out"
     assert exit_code(*text, "--output", out) == 0
     before = [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]
+    assert read_record(store_files(out / "train")) is not None
     assert exit_code(*text, "--output", out) == 0
     assert "already holds this corpus" in capsys.readouterr().err
     assert before == [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]

@@ -19,7 +19,8 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.greedy import continue_greedily
 from megatron_style.inference.held_out import held_out
 from megatron_style.inference.sampling import Sampler, generate
-from megatron_style.inference.scoring import Protocol, Score, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import Score, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
@@ -96,7 +97,7 @@ def test_the_sample_of_a_validation_is_spelled(words: int | None) -> None:
     tokenizer = tiny_dictionary(words) if words else None
     valid = SimpleNamespace(tokens=tokens)
     digest = "of the text"
-    plain = SimpleNamespace(valid=valid, tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest)
+    plain = SimpleNamespace(valid={"": valid}, tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest)
     corpus = cast(Corpus, plain)
     output = OutputConfig(path=Path("run"), sample_tokens=7)
     stage = Stage(0, segment_length=6, cache_length=6, rows=1, micro_rows=1)

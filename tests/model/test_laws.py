@@ -18,7 +18,8 @@ from megatron_style.formats.certificate import fixed_text, streamed_nll
 from megatron_style.formats.formats import FORMATS, check_holds
 from megatron_style.formats.source import ModelSource, unheld
 from megatron_style.inference.decoder import Decoder
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.attention import attention_of
 from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Output, Shortformer

@@ -89,7 +89,7 @@ def test_every_token_of_every_source_is_trained_exactly_once_per_epoch(case: Cas
         reading = everything(plan)
         counts = np.zeros(len(tokens), int)
         counted = np.arange(reading.places.shape[1]) < reading.lengths[:, None]
-        for source, epoch in enumerate(plan.epochs):
+        for source, epoch in enumerate(plan.blend.epochs):
             own = reading.sources == source
             assert reading.places[own].max() < tokens[source]  # also where they are not counted
             places = reading.places[own][counted[own]]
@@ -116,7 +116,7 @@ def test_lanes_continue_across_the_epochs_of_other_sources(data_parallel: int) -
         earlier = everything(before)
         reading = everything(plan)
         ends = earlier.places[np.arange(len(earlier.lengths)), earlier.lengths - 1]
-        began = np.array(plan.epochs) > np.array(before.epochs)
+        began = np.array(plan.blend.epochs) > np.array(before.blend.epochs)
         continues = (reading.lengths > 0) & ~began[reading.sources]
         np.testing.assert_array_equal(earlier.sources, reading.sources)
         np.testing.assert_array_equal(reading.places[continues, 0], ends[continues] + 1)
@@ -174,7 +174,7 @@ def test_a_blend_reads_as_much_of_each_source_as_its_rows() -> None:
     assert schedule.rows_of(schedule.stages[0]) == (4, 8)
     opens = [step for step in range(60) if schedule.plan(step).opens_lanes]
     assert opens == [0, 50]
-    assert schedule.plan(50).epochs == (1, 0)
+    assert schedule.plan(50).blend.epochs == (1, 0)
     assert [schedule.plan(step).source_tokens for step in (0, 49, 50)] == [(8, 16)] * 3
 
 

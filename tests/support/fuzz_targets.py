@@ -29,7 +29,8 @@ from megatron_style.checkpoint.manifest import Damaged, read_manifest
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import load_run
-from megatron_style.data.store import DOCUMENT_COUNT, HEADER, MAGIC, open_store
+from megatron_style.data.index import DOCUMENT_COUNT, HEADER, MAGIC
+from megatron_style.data.store import open_store
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from megatron_style.datastore.retrieval import Retrieval
 from megatron_style.datastore.search import nearest
@@ -38,8 +39,9 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
-from megatron_style.formats import fairseq, huggingface, model_folder, universal
+from megatron_style.formats import fairseq, model_folder, universal
 from megatron_style.formats.formats import open_model
+from megatron_style.formats.huggingface import folder as huggingface
 from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.hosts import read_hostfile
 from megatron_style.inference.decoder import Reading
@@ -153,11 +155,11 @@ def token_store(folder: Path) -> Target:
     (folder / "valid.idx").write_bytes(head + sizes.tobytes() + offsets.tobytes() + documents.tobytes())
 
     def read(file: Path) -> None:
-        store = open_store(file.with_suffix(""), VOCAB_SIZE)
+        store = open_store(file.with_name(file.name.split(".")[0]), VOCAB_SIZE)
         assert int(store.line_sizes.sum()) == len(store.tokens)
         assert 0 <= int(store.tokens.min()) <= int(store.tokens.max()) < VOCAB_SIZE
 
-    return _target(folder, ["*.idx", "*.bin"], read)
+    return _target(folder, ["*.idx", "*.bin", "*.checked.json"], read)
 
 
 def run_file(folder: Path) -> Target:

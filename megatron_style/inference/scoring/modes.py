@@ -1,4 +1,4 @@
-"""Scoring of a token stream by a named protocol. Every token is scored once; sums are float64.
+"""The modes of evaluation: each cuts a text into units, and gives every prediction its context.
 
 The protocol alone cuts the work into units (batches of windows, lanes), and one rank computes each unit: the result
 does not depend on the number of ranks.
@@ -6,166 +6,21 @@ does not depend on the number of ranks.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice, pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby, pairwise
+from typing import Any, Generic, TypeVar
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
+from megatron_style.inference.scoring.protocol import Protocol, Request
+from megatron_style.inference.scoring.reader import Part, Reader, Window
 from megatron_style.model.attention import attention_of
-from megatron_style.model.memory import UNLIMITED, Memory, Reach
-from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel.topology import Axis
+from megatron_style.model.memory import Reach
 
-Tokens = NDArray[np.integer]
-Progress = Callable[[int], object]
-KeepKeys = Callable[[int, Tensor], object]  # called with the index of the first token, and the keys [tokens, D]
 _TOKENS_AT_ONCE = 4096  # in windows, unless --batch-rows is given
 _Unit = TypeVar("_Unit")
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """The way in which a text is scored. A mode reads its own fields, and refuses the others if the user sets them."""
-
-    mode: EvaluationMode
-    segment_length: int
-    cache_length: int = 0
-    compressed: int = 0  # tokens before the cache of which a compressed memory is made
-    batch_rows: int = 1  # windows at once
-    stride: int | None = None  # tokens of a window that count; None: all
-    lanes: int = 1  # of a walk; one is exact, each further one starts with a limited context
-    reach: Reach = UNLIMITED  # of relative positions
-
-    def contexts(self, tokens: int) -> tuple[int, int]:
-        """Return the fewest and the most tokens that a prediction sees, after the first segment of a longer text."""
-        if tokens <= self.segment_length:
-            return 1, tokens
-        return MODES[self.mode].contexts(self, tokens)
-
-    def places(self, tokens: int) -> NDArray[np.int64]:
-        """Return the position in its segment or window, from 0, at which each token of the stream is scored."""
-        L = self.segment_length
-        stride = self.stride or L
-        index = np.arange(tokens)
-        return np.where(index < L, index, L - stride + (index - L) % stride)
-
-
-@dataclass(frozen=True)
-class Request:
-    """The flags of `evaluate`; None: the mode's default."""
-
-    mode: EvaluationMode
-    segment_length: int | None = None
-    stride: int | None = None
-    cache_length: int | None = None
-    batch_rows: int | None = None
-    lanes: int | None = None
-    same_length: bool | None = None
-    clamp_distance: int | None = None
-    tensor: int = 1
-
-
-def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, where: str) -> Protocol:
-    """Return the protocol for a text of `tokens` tokens, or refuse a flag that the mode would ignore. `where` names the
-    model in messages."""
-    length = request.segment_length or config.segment_length
-    config.model.check_segment(length, "--segment-length")
-    if problem := config.model.foresight:
-        raise UserError(f"{where}: {problem}")
-    for name, size in config.model.split_sizes.items():
-        if size % request.tensor:
-            raise UserError(f"--tensor {request.tensor}: must divide the model's {name} ({size})")
-    return MODES[request.mode].protocol(request, config, length, tokens=tokens, where=where)
-
-
-@dataclass(frozen=True)
-class Score:
-    nll: NDArray[np.float64]  # in nats, for each token of the stream
-
-    @property
-    def loss(self) -> float:
-        return float(self.nll.mean())
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
-
-    def by_place(self, protocol: Protocol) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the number of tokens scored at each position of the segment, and their mean loss (nan for none)."""
-        places = protocol.places(len(self.nll))
-        counts = np.bincount(places)
-        sums = np.bincount(places, self.nll)
-        return counts, np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
-
-    def by_band(self, protocol: Protocol, bands: int = 16) -> list[float]:
-        """Return the mean loss over equal stretches of the segment, or at each position of a shorter one."""
-        counts, losses = self.by_place(protocol)
-        cut = np.array_split(np.arange(len(counts)), min(bands, len(counts)))
-        return [float(np.average(losses[places], weights=counts[places])) for places in cut]
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700))
-
-
-class _Window(NamedTuple):
-    begin: int
-    counted: int  # the first token that counts
-    end: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.end - self.begin, self.end - self.counted
-
-
-class Part(NamedTuple):
-    """The results of a stretch of the text."""
-
-    first: int  # the index of its first token in the stream
-    nll: Tensor  # of each token; empty if only keys are wanted
-    keys: Tensor | None  # [tokens, D], if they are wanted
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A model, and the text that it reads. The text may be a mapped file: only what is read is in memory."""
-
-    model: Shortformer
-    tokens: Tokens
-    eos: int
-    wants_losses: bool = True
-    wants_keys: bool = False
-
-    def inputs(self, begin: int, end: int) -> Tensor:
-        """Return what comes before each of these tokens. The text starts as if a line had just ended."""
-        before = self.tokens[max(0, begin - 1) : end - 1].astype(np.int64)
-        ids = before if begin else np.concatenate([[self.eos], before])
-        return torch.from_numpy(ids).to(self.model.positions.table.device)
-
-    def targets(self, begin: int, end: int) -> Tensor:
-        ids = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
-        return (ids if self.wants_losses else ids[:0]).to(self.model.positions.table.device)
-
-    def read(self, windows: Sequence[_Window], memory: Memory) -> tuple[list[Part], Memory]:
-        """Read windows of one shape, after what is in the memory."""
-        inputs = torch.stack([self.inputs(window.begin, window.end) for window in windows])
-        targets = torch.stack([self.targets(window.counted, window.end) for window in windows])
-        output = self.model(inputs, targets, memory, key=self.wants_keys)
-        parts = []
-        for row, window in enumerate(windows):
-            keys = None if output.key is None else output.key[row, window.counted - window.begin :]
-            parts.append(Part(window.counted, output.nll[row], keys))
-        return parts, output.memory
 
 
 class Mode(ABC, Generic[_Unit]):
@@ -190,7 +45,7 @@ class Mode(ABC, Generic[_Unit]):
         """Yield the results of a unit."""
 
 
-class Nonoverlapping(Mode[list[_Window]]):
+class Nonoverlapping(Mode[list[Window]]):
     """Independent segments, many at once."""
 
     def protocol(
@@ -213,10 +68,10 @@ class Nonoverlapping(Mode[list[_Window]]):
         L = protocol.segment_length
         return L - (protocol.stride or L) + 1, L
 
-    def units(self, tokens: int, protocol: Protocol) -> Iterable[list[_Window]]:
+    def units(self, tokens: int, protocol: Protocol) -> Iterable[list[Window]]:
         return _batches(tokens, protocol)
 
-    def read(self, reader: Reader, protocol: Protocol, unit: list[_Window]) -> Iterator[Part]:
+    def read(self, reader: Reader, protocol: Protocol, unit: list[Window]) -> Iterator[Part]:
         del protocol
         parts, _ = reader.read(unit, reader.model.empty_memory(len(unit), 0))
         yield from parts
@@ -283,7 +138,7 @@ class Cached(Mode[range]):
     def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
         memory = reader.model.empty_memory(1, protocol.cache_length, protocol.reach)
         for begin in range(_warm_from(unit, protocol), unit.stop, protocol.segment_length):
-            segment = _Window(begin, begin, min(begin + protocol.segment_length, unit.stop))
+            segment = Window(begin, begin, min(begin + protocol.segment_length, unit.stop))
             parts, memory = reader.read([segment], memory)
             if begin in unit:
                 yield from parts
@@ -328,37 +183,27 @@ MODES: Mapping[EvaluationMode, Mode[Any]] = {
 }
 
 
-@torch.no_grad()
-def score(
-    model: Shortformer,
-    tokens: Tokens,
-    protocol: Protocol,
-    *,
-    eos: int,
-    axis: Axis = Axis(),  # noqa: B008  frozen
-    progress: Progress = lambda _: None,
-    keep_keys: KeepKeys | None = None,
-) -> Score:
-    """Score a text. Memories are local variables: scoring between two training steps does not change the training.
-
-    The units are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
-    keys of this rank's units."""
-    reader = Reader(model, tokens, eos, wants_keys=keep_keys is not None)
-    mode = MODES[protocol.mode]
-    nll = torch.zeros(len(tokens), dtype=torch.float64, device=model.positions.table.device)
-    times = torch.zeros(len(tokens), dtype=torch.int8, device=nll.device)
-    for unit in share(mode.units(len(tokens), protocol), axis):
-        for part in mode.read(reader, protocol, unit):
-            nll[part.first : part.first + len(part.nll)] = part.nll
-            times[part.first : part.first + len(part.nll)] += 1
-            if keep_keys and part.keys is not None:
-                keep_keys(part.first, part.keys)
-            progress(len(part.nll))
-    assert bool((axis.sum(times) == 1).all()), "a token was scored twice, or never"
-    return Score(axis.sum(nll).cpu().numpy())
+def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, where: str) -> Protocol:
+    """Return the protocol for a text of `tokens` tokens, or refuse a flag that the mode would ignore. `where` names the
+    model in messages."""
+    length = request.segment_length or config.segment_length
+    config.model.check_segment(length, "--segment-length")
+    if problem := config.model.foresight:
+        raise UserError(f"{where}: {problem}")
+    for name, size in config.model.split_sizes.items():
+        if size % request.tensor:
+            raise UserError(f"--tensor {request.tensor}: must divide the model's {name} ({size})")
+    return MODES[request.mode].protocol(request, config, length, tokens=tokens, where=where)
 
 
-def _batches(total: int, protocol: Protocol) -> Iterator[list[_Window]]:
+def contexts(protocol: Protocol, tokens: int) -> tuple[int, int]:
+    """Return the fewest and the most tokens that a prediction sees, after the first segment of a longer text."""
+    if tokens <= protocol.segment_length:
+        return 1, tokens
+    return MODES[protocol.mode].contexts(protocol, tokens)
+
+
+def _batches(total: int, protocol: Protocol) -> Iterator[list[Window]]:
     """Yield batches of windows of one shape."""
     windows = _cut_windows(total, protocol.segment_length, protocol.stride or protocol.segment_length)
     for _, alike in groupby(windows, key=lambda window: window.shape):
@@ -374,11 +219,11 @@ def _refuse(request: Request, *flags: str, needs: str) -> None:
             raise UserError(f"--{flag.replace('_', '-')}{value} needs --mode {needs}, not {request.mode}")
 
 
-def _cut_windows(total: int, L: int, stride: int) -> Iterator[_Window]:
+def _cut_windows(total: int, L: int, stride: int) -> Iterator[Window]:
     """Yield windows: the first counts in full, the others only by their last `stride` tokens; the last may be short."""
-    yield _Window(0, 0, min(L, total))
+    yield Window(0, 0, min(L, total))
     for counted in range(L, total, stride):
-        yield _Window(counted - (L - stride), counted, min(counted + stride, total))
+        yield Window(counted - (L - stride), counted, min(counted + stride, total))
 
 
 def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
@@ -393,8 +238,3 @@ def _warm_from(lane: range, protocol: Protocol) -> int:
     """Return the token at which a lane must start to read, so that its memory is full at its first token."""
     before = -(-(protocol.compressed + protocol.cache_length) // protocol.segment_length)
     return max(0, lane.start - before * protocol.segment_length)
-
-
-def share(units: Iterable[_Unit], axis: Axis) -> Iterator[_Unit]:
-    """Return this rank's units."""
-    return islice(units, axis.rank, None, axis.size)
