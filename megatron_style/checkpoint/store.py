@@ -1,6 +1,6 @@
 """The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank (none if
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each rank (none if
 `output.save_caches` is false), `centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written
 under another name, flushed to disk, given its manifest, and renamed when all ranks are done; `latest` is updated last.
 A kill at any moment thus leaves the earlier checkpoints as they were.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.parallel.collectives import gather_json
 from megatron_style.parallel.sharding import Fragment, layouts_of
-from megatron_style.parallel.topology import Topology
+from megatron_style.parallel.topology import Axis, Topology
 from megatron_style.schedule.stages import Stage, StageSchedule
 
 _ASIDE = ".partial"
@@ -145,7 +146,7 @@ class CheckpointStore:
             self._sweep()
         dist.barrier()
         engine.save(self._folder, aside.name)
-        if self._topology.tensor.rank == 0 and self._run.output.save_caches:
+        if self._run.output.save_caches:
             self._write_caches(aside, progress.caches)
         if self._topology.data.rank == 0:
             self._write_buffers(aside, engine)
@@ -283,7 +284,7 @@ class CheckpointStore:
                 shutil.rmtree(path)
 
     def _write_caches(self, folder: Path, caches: Sequence[Memory]) -> None:
-        """Write all rows of this data-parallel rank in the order of their lanes, whatever the micro-batches."""
+        """Write this rank's features of its rows in the order of their lanes, whatever the micro-batches."""
         names = caches[0].tensors if caches else ()
         tensors = {}
         for name in names:
@@ -292,7 +293,8 @@ class CheckpointStore:
         rows = max(map(len, tensors.values()), default=0)
         first = self._topology.data.rank * rows
         metadata = {"global_rows": f"{first}..{first + rows}"}
-        save_file(tensors, folder / _cache_file(self._topology.data.rank), metadata=metadata)
+        name = _cache_file(self._topology.data.rank, self._topology.tensor.rank)
+        save_file(tensors, folder / name, metadata=metadata)
 
     def _write_buffers(self, folder: Path, engine: TrainingEngine) -> None:
         found = engine.full_buffers()
@@ -302,24 +304,27 @@ class CheckpointStore:
     def _read_caches(
         self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule
     ) -> tuple[Memory, ...]:
-        """Return the caches of this rank's rows, from whichever ranks wrote them; none if the next step opens new
-        lanes."""
+        """Return this rank's features of the caches of its rows, from whichever ranks wrote them; none if the next step
+        opens new lanes."""
         if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
             return ()
         stage = schedule.plan(manifest.step).stage
         if not RunConfig.parse(manifest.run, source=str(folder)).output.save_caches:
             return self._cold_caches(folder, engine, stage)
         rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
-        wanted = _expected(self._run.model, stage)
-        tensors = {name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in wanted}
+        wanted = _expected(self._run.model, stage, self._topology.tensor.size)
+        files = _cache_files(manifest)
+        axis = self._topology.tensor
+        tensors = {name: _read_cache(folder, files, name, rows, axis) for name in wanted}
         _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
-        return _split(tensors, self._run.model, stage)
+        return tuple(map(engine.caches.keep, _split(tensors, self._run.model, stage)))
 
     def _cold_caches(self, folder: Path, engine: TrainingEngine, stage: Stage) -> tuple[Memory, ...]:
         """Return empty caches: the rows continue in their lanes, without the text before them."""
         if stage.cache_length and self._topology.is_first:
             log(f"{folder}: was saved without caches (output.save_caches is false), so its lanes open cold")
-        return tuple(engine.model.empty_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation))
+        empty = (engine.model.empty_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation))
+        return tuple(map(engine.caches.keep, empty))
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
@@ -363,29 +368,60 @@ def _split(tensors: Mapping[str, torch.Tensor], model: ModelConfig, stage: Stage
     return tuple(memory_of(model).from_tensors(part, model, stage.cache_length) for part in named)
 
 
-def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
-    parts = []
+def _cache_files(manifest: Manifest) -> list[list[str]]:
+    """Return the names of the files with caches: for each data-parallel rank, those of its tensor-parallel ranks. In
+    checkpoints of format 1, a single file has all features."""
+    found = []
+    for rank in range(manifest.grid["data"]):
+        parts = [_cache_file(rank, part) for part in range(manifest.grid["tensor"])]
+        found.append(parts if parts[0] in manifest.files else [f"caches_data_rank_{rank:05d}.safetensors"])
+    return found
+
+
+def _read_cache(folder: Path, files: Sequence[Sequence[str]], name: str, rows: range, axis: Axis) -> torch.Tensor:
+    """Return one rank's features of some rows of one tensor."""
+    found = []
     first = 0
-    for rank in range(data_ranks):
-        path = folder / _cache_file(rank)
+    for parts in files:
         try:
-            with safe_open(path, framework="pt") as file:
-                held = file.get_slice(name)
-                rows = held.get_shape()[0]
-                begin = max(wanted.start, first)
-                end = min(wanted.stop, first + rows)
-                if begin < end:
-                    parts.append(held[begin - first : end - first])
-                first += rows
-        except (SafetensorError, IndexError) as error:
-            raise UserError(f"{path}: does not hold the cache of layer {name}, so it is not read ({error})") from None
-    return torch.cat(parts) if parts else torch.empty(0)
+            with ExitStack() as stack:
+                opened = [stack.enter_context(safe_open(folder / part, framework="pt")) for part in parts]
+                held = [file.get_slice(name) for file in opened]
+                count = held[0].get_shape()[0]
+                if inside := _overlap(rows, first, count):
+                    found.append(_read_features(held, inside, axis))
+                first += count
+        except (SafetensorError, IndexError, RuntimeError) as error:
+            where = folder / parts[0]
+            raise UserError(f"{where}: does not hold the cache of layer {name}, so it is not read ({error})") from None
+    return torch.cat(found) if found else torch.empty(0)
 
 
-def _expected(model: ModelConfig, stage: Stage) -> dict[str, torch.Tensor]:
-    """Return the tensors of a full memory of all rows, without content."""
+def _read_features(held: Sequence[Any], rows: slice, axis: Axis) -> torch.Tensor:
+    """Return one rank's share of features that may have been split among another number of ranks."""
+    sizes = [part.get_shape()[-1] for part in held]
+    each = sum(sizes) // axis.size
+    own = range(axis.rank * each, (axis.rank + 1) * each)
+    found = []
+    first = 0
+    for part, size in zip(held, sizes, strict=True):
+        if inside := _overlap(own, first, size):
+            found.append(part[rows, :, inside])
+        first += size
+    return torch.cat(found, dim=-1)
+
+
+def _overlap(wanted: range, first: int, count: int) -> slice | None:
+    """Return where `wanted` lies within the `count` elements that begin at `first`, if it does."""
+    begin = max(wanted.start, first)
+    end = min(wanted.stop, first + count)
+    return slice(begin - first, end - first) if begin < end else None
+
+
+def _expected(model: ModelConfig, stage: Stage, ways: int) -> dict[str, torch.Tensor]:
+    """Return one rank's tensors of a full memory of all rows, without content."""
     nowhere = torch.empty(0, device="meta")
-    return memory_of(model).full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
+    return memory_of(model).full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere, ways=ways).tensors
 
 
 def _least_length(model: ModelConfig, stage: Stage) -> int:
@@ -407,5 +443,5 @@ def _check_memory(
             )
 
 
-def _cache_file(data_rank: int) -> str:
-    return f"caches_data_rank_{data_rank:05d}.safetensors"
+def _cache_file(data_rank: int, tensor_rank: int) -> str:
+    return f"caches_data_rank_{data_rank:05d}_tensor_rank_{tensor_rank:02d}.safetensors"

@@ -25,6 +25,7 @@ from megatron_style.config.yaml_file import override, read_yaml, write_yaml, yam
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
 Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
+CachePlace = Literal["device", "host"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(gt=0, le=1e15)]
 NAME = r"[\w.+-]+"  # a part of TensorBoard's tags
@@ -181,7 +182,9 @@ class OptimizerConfig(Section):
 
 class ParallelConfig(Section):
     tensor: PositiveInt = 1  # ranks that share each layer; the other ranks are data-parallel
+    sequence: bool = False  # split what lies between layers over the tensor-parallel ranks, by position
     recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
+    cache: CachePlace = "device"  # where the caches are between their uses
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
@@ -249,7 +252,22 @@ class RunConfig(Section):
                     f"stages.{index}.segment_length ({stage.segment_length}) must divide data.tokens_per_batch "
                     f"({tokens}); the nearest lengths that do are {below} and {above}"
                 )
+            if self.parallel.sequence and stage.segment_length % ways:
+                fitting = [length for length in divisors_of(tokens) if length % ways == 0]
+                raise ValueError(
+                    f"stages.{index}.segment_length ({stage.segment_length}) must be a multiple of parallel.tensor "
+                    f"({ways}), because parallel.sequence is true; {_nearest(fitting, stage.segment_length)}"
+                )
         return self
+
+
+def _nearest(fitting: Sequence[int], wanted: int) -> str:
+    """Advise the nearest of the lengths that fit."""
+    below = [length for length in fitting if length < wanted][-1:]
+    above = [length for length in fitting if length > wanted][:1]
+    if not fitting:
+        return "no length that divides data.tokens_per_batch is one; set it to false"
+    return f"the nearest lengths that are: {' and '.join(map(str, below + above))}"
 
 
 def divisors_of(number: int) -> list[int]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_style.base.errors import Diverged
+from megatron_style.config.run import CachePlace
 from megatron_style.engine.counters import Counters
 from megatron_style.engine.spikes import Spike
 from megatron_style.engine.zero_layout import (
@@ -28,6 +29,7 @@ from megatron_style.engine.zero_layout import (
     write_fragment,
     write_group,
 )
+from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.randomness import Noise
@@ -71,6 +73,7 @@ class TrainingEngine:
         *,
         clip_norm: float,
         max_skipped: int,
+        cache: CachePlace = "device",
         speaks: bool = False,
     ) -> None:
         """Build DeepSpeed's engine. A list in place of an optimizer holds the parameter groups for the ds_config's own
@@ -93,6 +96,7 @@ class TrainingEngine:
             )
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
+        self.caches = PLACES[cache](self.device)
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -120,7 +124,9 @@ class TrainingEngine:
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return memory_of(self.model.config).full(self.model.config, rows=rows, capacity=capacity, like=like)
+        kind = memory_of(self.model.config)
+        ways = self._topology.tensor.size
+        return kind.full(self.model.config, rows=rows, capacity=capacity, like=like, ways=ways)
 
     def accumulate(self, loss: Tensor, *, is_last: bool, tally: Tensor | None = None) -> None:
         """Add this micro-batch's gradient; the last one triggers the data-parallel mean. A routing model's `tally` is

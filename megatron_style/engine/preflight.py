@@ -38,14 +38,15 @@ def rehearse(engine: TrainingEngine, stage: Stage) -> None:
     ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
     noise = Noise(derive_key("preflight"))
     full = partial(engine.full_memory, stage.micro_rows, stage.cache_length)
-    caches = [full() for _ in range(stage.accumulation)]
-    following = [full() for _ in range(stage.accumulation - 2)]
+    caches = [engine.caches.keep(full()) for _ in range(stage.accumulation)]
+    following = [engine.caches.keep(full()) for _ in range(stage.accumulation - 2)]
     with engine.rehearsed_update():
-        for micro in range(min(2, stage.accumulation)):
-            output = engine.forward(ids, ids, caches[micro], noise)
+        for micro, memory in zip(range(min(2, stage.accumulation)), engine.caches.fetched(caches), strict=False):
+            output = engine.forward(ids, ids, memory, noise)
             loss = output.nll.sum() + sum(output.auxiliary.values())
             engine.accumulate(loss * 0.0, is_last=micro == 1 or stage.accumulation == 1)
-            following.append(output.memory)
+            following.append(engine.caches.keep(output.memory))
+        del memory, output
         caches.clear()  # as in a step, they are freed before the update
 
 

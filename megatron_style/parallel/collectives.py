@@ -1,8 +1,12 @@
 """Differentiable collectives for tensor parallelism, as plain functions, and collectives for JSON values.
 
-function            forward      backward      Megatron's name
-copy_to_shards      identity     all-reduce    f
-reduce_from_shards  all-reduce   identity      g
+function            forward         backward         Megatron's name
+copy_to_shards      identity        all-reduce       f
+reduce_from_shards  all-reduce      identity         g
+gather_positions    all-gather      reduce-scatter   g of sequence parallelism
+scatter_positions   reduce-scatter  all-gather       its conjugate
+join_positions      all-gather      own share
+sum_gradients       identity        all-reduce       of several tensors at once
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_style.parallel.topology import Axis
+
+_POSITIONS = 1  # the dim of positions in [rows, positions, features]
 
 
 class _CopyToShards(torch.autograd.Function):
@@ -38,6 +44,52 @@ class _ReduceFromShards(torch.autograd.Function):
         return grad, None
 
 
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather_along(_POSITIONS, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.sum_share(_POSITIONS, grad), None
+
+
+class _ScatterPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.sum_share(_POSITIONS, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.gather_along(_POSITIONS, grad), None
+
+
+class _JoinPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather_along(_POSITIONS, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size, _POSITIONS)[ctx.axis.rank], None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.axis.sum(torch.cat([grad.flatten() for grad in grads]))
+        parts = total.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
+
+
 def copy_to_shards(x: Tensor, axis: Axis) -> Tensor:
     """Pass replicated `x` into a computation that is split over the axis."""
     return x if axis.size == 1 else _CopyToShards.apply(x, axis)  # type: ignore[no-untyped-call]
@@ -46,6 +98,36 @@ def copy_to_shards(x: Tensor, axis: Axis) -> Tensor:
 def reduce_from_shards(x: Tensor, axis: Axis) -> Tensor:
     """Add up the partial sums of such a computation; the result is the same on all ranks."""
     return x if axis.size == 1 else _ReduceFromShards.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def gather_positions(x: Tensor, axis: Axis) -> Tensor:
+    """Pass `x`, split by position, into a computation that is split over the axis in another way."""
+    return x if axis.size == 1 else _GatherPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def scatter_positions(x: Tensor, axis: Axis) -> Tensor:
+    """Add up the partial sums of such a computation; each rank gets the result of its own positions."""
+    return x if axis.size == 1 else _ScatterPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def join_positions(x: Tensor, axis: Axis) -> Tensor:
+    """Pass `x`, split by position, into a computation that all ranks do alike."""
+    return x if axis.size == 1 else _JoinPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def sum_gradients(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+    """Use replicated tensors in a computation of which each rank does a part, such as its own positions."""
+    return tensors if axis.size == 1 else _SumGradients.apply(axis, *tensors)  # type: ignore[no-untyped-call]
+
+
+def own_features(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's share of the features of a replicated tensor, without the memory of the others."""
+    return x if axis.size == 1 else x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
+
+
+def gather_features(x: Tensor, axis: Axis) -> Tensor:
+    """Return all features of a tensor of which each rank has its share, without gradient."""
+    return axis.gather_along(x.dim() - 1, x.detach())
 
 
 def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:

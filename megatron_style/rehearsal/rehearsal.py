@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -127,11 +128,12 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
     step are held until the update, and those for the next one to the end."""
     shape = (stage.micro_rows, stage.segment_length)
     batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
-    caches = [engine.full_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation)]
+    full = partial(engine.full_memory, stage.micro_rows, stage.cache_length)
+    caches = [engine.caches.keep(full()) for _ in range(stage.accumulation)]
     next_caches = []
     live.mark()
     last_line = time.monotonic()
-    for micro, memory in enumerate(caches):
+    for micro, memory in enumerate(engine.caches.fetched(caches)):
         if time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
             log(f"rehearsing stage {stage.index + 1}: micro-batch {micro + 1} of {stage.accumulation}")
             last_line = time.monotonic()
@@ -139,8 +141,10 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
         assert output.nll.shape == shape, f"{tuple(output.nll.shape)} losses for {shape} targets"
         loss = output.nll.mean() + sum(output.auxiliary.values())
         engine.accumulate(loss, is_last=micro == stage.accumulation - 1)
-        next_caches.append(output.memory)
+        next_caches.append(engine.caches.keep(output.memory))
+        del output
     passes = live.peak
+    del memory
     caches.clear()
     live.mark()
     engine.update(None)

@@ -1,9 +1,9 @@
-"""A blend: the rows of the batch are divided among the sources of the training text, and each source has a pass over its
-own rows. A run with one source is a blend of one.
+"""A blend: the rows of the batch are divided among the sources of the training text, and each source has a pass over
+its own rows. A run with one source is a blend of one.
 
 A blend ends when the first of its sources is through, and all rows open their lanes again in the next: that source
-begins an epoch, the others stay in their passes. A stage or a grid cuts new lanes from what each source has left unread.
-So each source reads each token once per epoch, and caches are empty for all rows or for none.
+begins an epoch, the others stay in their passes. A stage or a grid cuts new lanes from what each source has left. So
+each source reads each token once per epoch, and caches are empty for all rows or for none.
 """
 
 from __future__ import annotations

@@ -85,11 +85,11 @@ class RandomOrder:
 
 
 def _permutation(key: tuple[int, ...], count: int) -> Indices:
-    return _permutations_of(key[0])(key, count)
+    return _permutations_of(key[0])(key[1:], count)
 
 
 @lru_cache
 def _permutations_of(text: int) -> Callable[[tuple[int, ...], int], Indices]:
-    """Return a cache for each source of the text, which keys begin with: a step reads all sources of a blend. A run
-    reads one group of a source after the other, and a step may cross into the next."""
-    return lru_cache(maxsize=2)(lambda key, count: np.random.default_rng(key).permutation(count))
+    """Return a cache for each text, because a step reads all sources of a blend. A run reads one group of a text after
+    the other, and a step may cross into the next."""
+    return lru_cache(maxsize=2)(lambda key, count: np.random.default_rng((text, *key)).permutation(count))

@@ -242,9 +242,9 @@ def test_a_checkpoint_of_something_else_is_refused(
 def test_a_checkpoint_of_another_format_is_refused(folder: Path, stopped: Stopped) -> None:
     run = stopped(folder, 3)
     path = run.output.path / "checkpoints" / "global_step3" / "manifest.json"
-    text = path.read_text().split("\n")[0].replace('"format": 1', '"format": 2')
+    text = path.read_text().split("\n")[0].replace('"format": 2', '"format": 3')
     path.write_text(f"{text}\n{xxhash.xxh3_128(text.encode()).hexdigest()}\n")
-    with pytest.raises(Exception, match="global_step3: has format 2; this version reads format 1"):
+    with pytest.raises(Exception, match="global_step3: has format 3; this version reads formats 1 and 2"):
         on_ranks(run, 1)
 
 
