@@ -89,10 +89,11 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
-                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1])
-                    journal.held_out(progress.step, found)
-                    if not math.isfinite(found.loss):
-                        raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
+                    for name in corpus.valid:
+                        found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1])
+                        journal.held_out(progress.step, found, name, is_main=name == corpus.main_valid)
+                        if not math.isfinite(found.loss):
+                            raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
                     progress = replace(progress, sound=progress.step)
                 if progress.step == schedule.total_steps and engine.skipped_in_a_row >= min(_LAST, progress.step):
                     raise Diverged(f"the gradients of the last steps are not finite; {_REMEDY}")

@@ -77,6 +77,8 @@ class ValidEvent:
     flops: int | None = None
     by_position: tuple[float, ...] | None = None
     text_digest: str | None = None
+    name: str | None = None  # of the held-out text, if data.valid has names
+    is_main: bool | None = None  # false: another text than the first, by which runs are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,10 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
 def _numbers(value: object) -> tuple[float, ...] | None:
     if not isinstance(value, list):
         return None
@@ -202,6 +208,7 @@ _BY_TYPE: Mapping[Any, Callable[[object], Any]] = {
     int | None: _integer,
     float | None: _number,
     str | None: _text,
+    bool | None: _flag,
     tuple[float, ...] | None: _numbers,
     Mapping[str, float] | None: _named_numbers,
 }

@@ -28,6 +28,11 @@ class Corpus:
     eos: int = EOS
 
     @property
+    def main_valid(self) -> str:
+        """Return the name of the held-out text by which runs are compared."""
+        return next(iter(self.valid))
+
+    @property
     def train_tokens(self) -> tuple[int, ...]:
         return tuple(len(store) for store in self.train)
 

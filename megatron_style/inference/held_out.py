@@ -28,9 +28,10 @@ class HeldOut:
     text_digest: str = ""  # of the text and its vocabulary
 
 
-def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage, name: str = "") -> HeldOut:
-    """Evaluate on the held-out text of this name, by the protocol of the run's last stage in every stage, so that stages can be compared. All ranks take
-    part, and the state of the training does not change."""
+def held_out(model: Shortformer, corpus: Corpus, name: str, output: OutputConfig, last: Stage) -> HeldOut:
+    """Evaluate on the held-out text of this name by the protocol of the run's last stage in every stage, so that stages
+    can be compared. Only the main text is continued by a sample. All ranks take part, and the state of the training
+    does not change."""
     mode: EvaluationMode = "cached" if last.cache_length else "nonoverlapping"
     protocol = Protocol(
         mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
@@ -41,7 +42,7 @@ def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Sta
     written = continue_greedily(
         model,
         [corpus.eos, *prompt],
-        output.sample_tokens,
+        output.sample_tokens if name == corpus.main_valid else 0,
         segment_length=last.segment_length,
         cache_length=last.cache_length,
     )

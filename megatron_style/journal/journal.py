@@ -172,7 +172,8 @@ class Journal:
         if self._writes:
             self._board.flush(step)
 
-    def held_out(self, step: int, found: HeldOut) -> None:
+    def held_out(self, step: int, found: HeldOut, name: str = "", *, is_main: bool = True) -> None:
+        """Record an evaluation. A text has a name if data.valid has."""
         totals = self._totals
         self._record(
             ValidEvent(
@@ -184,11 +185,14 @@ class Journal:
                 flops=totals.flops,
                 by_position=tuple(found.by_position),
                 text_digest=found.text_digest,
+                name=name or None,
+                is_main=is_main if name else None,
             )
         )
         if found.text:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
-        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
+        text = f" of {name}" if name else ""
+        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
         """Return the losses over all ranks and the gradient norm, with a single wait for the device."""

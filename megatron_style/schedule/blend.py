@@ -110,6 +110,11 @@ class Sources:
     amounts: tuple[Fraction, ...]  # relative to each other; exact, so that all ranks agree on the rows
 
     @property
+    def shares(self) -> tuple[float, ...]:
+        """Return the share of the training text that each source was meant to have."""
+        return tuple(float(amount / sum(self.amounts)) for amount in self.amounts)
+
+    @property
     def tokens_by_name(self) -> dict[str, int]:
         return dict(zip(self.names, self.tokens, strict=True))
 
@@ -138,11 +143,10 @@ class Sources:
 
     def describe(self, rows: Sequence[int]) -> str:
         """Say which share of the rows each source has, and which it was meant to have."""
-        total = sum(self.amounts)
-        shares = []
-        for name, amount, own_rows in zip(self.names, self.amounts, rows, strict=True):
-            shares.append(f"{name} {own_rows} ({own_rows / sum(rows):.1%}, of {float(amount / total):.1%} wanted)")
-        return f"{sum(rows)} rows: {', '.join(shares)}"
+        parts = []
+        for name, share, own_rows in zip(self.names, self.shares, rows, strict=True):
+            parts.append(f"{name} {own_rows} ({own_rows / sum(rows):.1%}; wanted {share:.1%})")
+        return f"{sum(rows)} rows: {', '.join(parts)}"
 
     def check(self, rows: Sequence[int], segment_length: int, where: str) -> None:
         """Refuse a source that has less than one segment for each of its rows."""

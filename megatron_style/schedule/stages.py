@@ -209,8 +209,9 @@ class StageSchedule:
                     tokens_left -= blend.tokens_before(steps)
                 yield _Stretch(step, stage, blend), steps
                 step += steps
-                left = [part.after(steps) for part in blend.parts]
-                epoch = left[0].epoch + (not left[0].steps)
+                rests = [part.after(steps) for part in blend.parts]
+                epoch = rests[0].epoch + (not rests[0].steps)
+                left = rests
 
     def _next_grid(self, step: int) -> int | None:
         return next((first for first, _ in self.history if first > step), None)
@@ -236,9 +237,11 @@ class StageSchedule:
 
     def _cut(self, stage: Stage, step: int, source: int, rows: int, before: Part | None) -> Part:
         """Open a pass over what a source has left unread or, if nothing is left, over its next epoch."""
-        epoch = 0 if before is None else before.epoch + (not before.steps)
-        is_through = before is None or not before.steps
-        unread = Unread.entire(self.sources.tokens[source]) if is_through else before.unread
+        epoch = 0
+        unread = Unread.entire(self.sources.tokens[source])
+        if before is not None:
+            epoch = before.epoch + (not before.steps)
+            unread = before.unread if before.steps else unread
         if not self._shuffles:
             return Part(epoch, TextLanes(unread, rows, stage.segment_length))
         key = (self._seed + (source << 64), epoch, step)  # the first source has the order that it has alone
