@@ -83,12 +83,13 @@ class Blend:
         return sum(part.tokens_before(turn) for part in self.parts)
 
     def read(self, turn: int, rows: Indices) -> Reading:
+        """Return what these rows, in ascending order, read."""
         width = max(part.width(turn) for part in self.parts)  # over all rows, so that it is the same on every rank
         sources = np.searchsorted(self._firsts, rows, side="right") - 1
         places = np.empty((len(rows), width), np.int64)
         lengths = np.empty(len(rows), np.int64)
-        for source in np.unique(sources):
-            own = sources == source
+        for source in range(sources[0], sources[-1] + 1):
+            own = slice(*np.searchsorted(sources, [source, source + 1]))
             own_rows = rows[own] - self._firsts[source]
             places[own], lengths[own] = self.parts[source].read(turn, own_rows, width)
         return Reading(places, lengths, sources)
