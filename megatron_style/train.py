@@ -62,12 +62,16 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
             keep_tokenizer(corpus, run.output.path)
         stop = StopRequest(signals, after_seconds=run.output.stop_seconds, device=engine.device)
 
-        with Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal:
+        with (
+            Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal,
+            checkpoints,
+        ):
             heartbeat.at(progress.step, "preflight")
             for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
                 journal.preflight(stage, peak)
             for step in range(progress.step, schedule.total_steps):
                 heartbeat.at(step, "training")
+                journal.saved(step + 1, checkpoints.finished())  # raises what went wrong in the background
                 plan = schedule.plan(step)
                 if schedule.opens_stage(step):
                     journal.stage_opens(plan)
@@ -104,7 +108,9 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     journal.flush(progress.step)
                     checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
+                    journal.saved(progress.step, checkpoints.finished(wait=True))
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to resume")
+            journal.saved(progress.step, checkpoints.finished(wait=True))
             weights = engine.full_weights()
             if topology.is_first:
                 export(weights, run, corpus, schedule)

@@ -197,6 +197,7 @@ class OutputConfig(Section):
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
     keep_last: PositiveInt = 2  # number of checkpoints to keep
     keep_every: PositiveInt | None = None  # and those of every n-th step, for good
+    save_async: bool = False  # true: copy to host memory, and write while training continues
     save_caches: bool = True  # false: smaller checkpoints, and a resumed run opens its lanes cold
     heartbeat_timeout: float = Field(15.0, ge=1)  # seconds; a rank without a heartbeat for longer is lost
     stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h

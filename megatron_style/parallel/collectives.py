@@ -138,16 +138,17 @@ def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
     return largest
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order. torch's object collectives would unpickle whatever arrives."""
-    own = _bytes_of(value)
-    lengths = [torch.zeros_like(_length_of(own)) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, _length_of(own))
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, in rank order. torch's object collectives would unpickle whatever arrives. A
+    `group` is another one of all ranks, for a thread that must not disturb the main one's collectives."""
+    own = _bytes_of(value, group)
+    lengths = [torch.zeros_like(_length_of(own)) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, _length_of(own), group=group)
     sizes = [int(length) for length in lengths]
     padded = own.new_zeros(max(sizes))
     padded[: len(own)] = own
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [_value_of(data[:size]) for data, size in zip(gathered, sizes, strict=True)]
 
 
@@ -161,12 +162,12 @@ def broadcast_json(value: Any) -> Any:
     return _value_of(data)
 
 
-def _bytes_of(value: Any) -> Tensor:
+def _bytes_of(value: Any, group: dist.ProcessGroup | None = None) -> Tensor:
     """Encode the value. What would not arrive as it was sent, such as a tuple, a numeric key or NaN, is refused."""
     text = json.dumps(value, allow_nan=False)
     if json.loads(text) != value:
         raise TypeError(f"{value!r:.200}: does not survive JSON; send lists, and dictionaries with strings as keys")
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device(group))
 
 
 def _value_of(data: Tensor) -> Any:
@@ -177,9 +178,9 @@ def _length_of(data: Tensor) -> Tensor:
     return torch.tensor([len(data)], dtype=torch.int64, device=data.device)
 
 
-def _device() -> torch.device:
+def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which the backend expects tensors: NCCL the rank's current device, gloo the host."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if dist.get_backend() == "gloo" or accelerator is None:
+    if dist.get_backend(group) == "gloo" or accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.events import SampleEvent, StageEvent, TrainEvent, ValidEvent, read_events
+from megatron_style.base.events import SampleEvent, SaveEvent, StageEvent, TrainEvent, ValidEvent, read_events
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
@@ -76,6 +76,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Save:
+    """The seconds of a checkpoint."""
+
+    stall: float  # that training waited for it
+    write: float  # until it was complete
+
+
+@dataclass(frozen=True)
 class RunHistory:
     name: str
     run_file: str
@@ -85,6 +93,7 @@ class RunHistory:
     held_out: tuple[HeldOut, ...]  # on the main text
     samples: tuple[Sample, ...]
     named: tuple[HeldOut, ...] = ()  # on all texts that have a name
+    saves: tuple[Save, ...] = ()
 
     @property
     def text_digest(self) -> str:
@@ -121,6 +130,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
     held_out: list[HeldOut] = []
     samples: list[Sample] = []
     named: list[HeldOut] = []
+    saves: list[Save] = []
     for event in read_events(metrics):
         match event:
             case StageEvent():
@@ -134,6 +144,8 @@ def read_run(name: str, folder: Path) -> RunHistory:
                 named += [found] if found.name else []
             case SampleEvent():
                 samples.append(_sample(event))
+            case SaveEvent():
+                saves.append(Save(_finite(event.stall_seconds) or 0.0, _finite(event.write_seconds) or 0.0))
     trained.end_stage()
     return RunHistory(
         name,
@@ -144,6 +156,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
         held_out=tuple(held_out),
         samples=tuple(samples),
         named=tuple(named),
+        saves=tuple(saves),
     )
 
 

@@ -131,7 +131,9 @@ class ShuffledSegments(Pass):
     def tokens_before(self, turn: int) -> int:
         """Return the tokens of the turns before this one. All segments are full but the text's last, which may be read
         at any turn."""
-        read = min(turn * self.rows, self._segments)
+        if turn == 0 or turn >= self.steps:  # no order is needed, which takes long to make
+            return self.unread.tokens if turn else 0
+        read = turn * self.rows
         missing = self._segments * self.segment_length - self.unread.tokens
         return read * self.segment_length - (missing if self._order.place_of_last < read else 0)
 
