@@ -52,6 +52,7 @@ class LossShare:
 
     nll: Tensor  # summed over the ranks, it is the mean over all target tokens of the step
     auxiliary: Mapping[str, Tensor]  # further losses by name, each the mean over this rank's micro-batches
+    by_source: Tensor | None = None  # [sources] of a blend; summed over the ranks, the mean over each source's tokens
 
 
 @dataclass(frozen=True)

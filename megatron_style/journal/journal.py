@@ -45,6 +45,7 @@ class _Figures(NamedTuple):
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+    by_source: dict[str, float]  # of a blend
 
 
 class Journal:
@@ -99,6 +100,9 @@ class Journal:
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+        if run.data.is_blend:
+            for stage in self._schedule.stages_from(first_step):
+                self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
     def preflight(self, stage: Stage, peak: int) -> None:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
@@ -177,7 +181,8 @@ class Journal:
         for event in found:
             self._record(replace(event, step=step, tokens=self._schedule.tokens_before(step)))
 
-    def held_out(self, step: int, found: HeldOut) -> None:
+    def held_out(self, step: int, found: HeldOut, name: str = "", *, is_main: bool = True) -> None:
+        """Record an evaluation. A text has a name if data.valid has."""
         totals = self._totals
         self._record(
             ValidEvent(
@@ -189,11 +194,14 @@ class Journal:
                 flops=totals.flops,
                 by_position=tuple(found.by_position),
                 text_digest=found.text_digest,
+                name=name or None,
+                is_main=is_main if name else None,
             )
         )
         if found.text:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
-        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
+        text = f" of {name}" if name else ""
+        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
         """Return the losses over all ranks and the gradient norm, with a single wait for the device."""
@@ -201,8 +209,11 @@ class Journal:
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
         values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
-        mean, grad_norm, *auxiliary = torch.stack(values).tolist()
-        return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
+        by_source = [] if loss.by_source is None else list(data.sum(loss.by_source).double())
+        mean, grad_norm, *more = torch.stack([*values, *by_source]).tolist()
+        auxiliary = dict(zip(loss.auxiliary, more, strict=False))
+        sources = self._schedule.sources.names if by_source else ()
+        return _Figures(mean, grad_norm, auxiliary, dict(zip(sources, more[len(auxiliary) :], strict=True)))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals
@@ -227,6 +238,7 @@ class Journal:
             flops_per_second=speed,
             memory_bytes=memory,
             auxiliary=figures.auxiliary or None,
+            by_source=figures.by_source or None,
         )
         self._record(event)
         reason = update.spike or "the gradient is not finite"
