@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, count, groupby
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, count, groupby, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,15 +22,29 @@ from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.data.text import lines_of
 
 BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MULTIPLE = 8  # vocabularies are padded to it, for matrix units and tensor-parallel shards
 
+_LINE_END = "\0"  # among words: no text holds it
+_LINE_END_ID = -1
+
 DICTIONARY_FILE = "dict.txt"
 BPE_FILE = "tokenizer.json"
 DEFAULT_BPE_VOCAB = 8192
 SMALLEST_BPE_VOCAB = len(SPECIALS) + 256  # every byte must have a token, or some text could not be encoded
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of several texts in sequence."""
+
+    ids: NDArray[np.int32]
+    line_sizes: NDArray[np.int32]  # the number of ids of each line
+    text_lines: NDArray[np.int64]  # the number of lines of each text
+    words: int  # separated by white space, whatever the tokenizer: perplexity per word needs them
 
 
 class Tokenizer(Protocol):
@@ -45,8 +62,15 @@ class Tokenizer(Protocol):
     def eos(self) -> int:
         return EOS
 
+    @property
+    def unk(self) -> int | None:
+        return UNK
+
     def encode_line(self, line: str) -> list[int]:
         """Return the ids of one line and </s>."""
+
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of texts of any number of lines. A newline at the end of a text begins no further line."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt: its lines, with </s> between them but not after the last."""
@@ -139,6 +163,19 @@ class WordDictionary(Tokenizer):
         # str.split splits at the same characters as fairseq's regular expression \s+
         return [*(self._ids.get(word, UNK) for word in line.split()), EOS]
 
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        marked = "".join(text.removesuffix("\n").replace("\n", f" {_LINE_END} ") + f" {_LINE_END} " for text in texts)
+        words = marked.split()
+        ids = np.fromiter(map(self._ids_and_line_end.get, words, repeat(UNK)), np.int32, len(words))
+        ends = np.flatnonzero(ids == _LINE_END_ID)
+        ids[ends] = EOS
+        sizes = np.diff(ends, prepend=-1).astype(np.int32)
+        return Encoded(ids, sizes, _lines_of_each(texts), len(words) - len(ends))
+
+    @cached_property
+    def _ids_and_line_end(self) -> dict[str, int]:
+        return self._ids | {_LINE_END: _LINE_END_ID}
+
     def decode(self, ids: Iterable[int]) -> str:
         return "\n".join(map(self._decode_line, _split_at_eos(ids)))
 
@@ -214,11 +251,27 @@ class BpeTokenizer(Tokenizer):
         ids: list[int] = self._model.encode(line, add_special_tokens=False).ids
         return [*ids, EOS]
 
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        lines = list(chain.from_iterable(map(lines_of, texts)))
+        ids = array("i")  # four bytes per id; a list would take ten times as much
+        sizes = array("i")
+        for encoding in self._model.encode_batch_fast(lines, add_special_tokens=False):
+            ids.extend(encoding.ids)
+            ids.append(EOS)
+            sizes.append(len(encoding) + 1)
+        words = sum(len(text.split()) for text in texts)
+        return Encoded(np.frombuffer(ids, np.int32), np.frombuffer(sizes, np.int32), _lines_of_each(texts), words)
+
     def decode(self, ids: Iterable[int]) -> str:
         return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in _split_at_eos(ids))
 
     def save(self, folder: Path) -> None:
         write_atomic(folder / BPE_FILE, self._model.to_str(pretty=True))
+
+
+def _lines_of_each(texts: Sequence[str]) -> NDArray[np.int64]:
+    counts = [text.removesuffix("\n").count("\n") + 1 for text in texts]
+    return np.array(counts, np.int64)
 
 
 def _padding(words: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_style.base.command import log, say
 from megatron_style.base.errors import UserError
-from megatron_style.data.text import Chunk, check_text_file, read_lines
+from megatron_style.data.text import check_text_file, read_lines
 from megatron_style.data.tokenizer import SPECIALS, UNK, Tokenizer
 
 
@@ -18,7 +18,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     prompts = [("--prompt", text) for text in texts]
     if file:
         check_text_file(file)
-        lines = read_lines(Chunk(file, 0, file.stat().st_size))
+        lines = read_lines(file)
         prompts += [(f"{file}:{number}", line) for number, line in enumerate(lines, 1)]
     if not prompts:
         raise UserError("there is nothing to continue; give --prompt TEXT, --prompts FILE or --interactive")

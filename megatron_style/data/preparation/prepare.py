@@ -1,4 +1,4 @@
-"""Make a token store of text files, with its tokenizer and a record of the recipe.
+"""Make token stores of input files, with their tokenizer and a record of the recipe.
 
 There are three passes: count, build the tokenizer, encode. The output does not depend on the number of workers, byte
 for byte.
@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
-from megatron_style.base.files import atomic_folder
-from megatron_style.data.corpora import SPLITS
-from megatron_style.data.encode import build_bpe_tokenizer, build_word_dictionary, encode_split
+from megatron_style.data.documents import DOCUMENTS_SUFFIX
 from megatron_style.data.inspection import RECORD_SUFFIX
-from megatron_style.data.text import CHUNK_BYTES, TextFile, file_digest
+from megatron_style.data.preparation.corpora import SPLITS
+from megatron_style.data.preparation.encode import (
+    EncodeOptions,
+    Passes,
+    build_bpe_tokenizer,
+    build_word_dictionary,
+    encode_split,
+)
+from megatron_style.data.preparation.work import SAVE_SECONDS, work_folder
+from megatron_style.data.preparation.workers import WorkerPool
+from megatron_style.data.readers.chunks import ReadOptions
+from megatron_style.data.readers.inputs import InputFile
+from megatron_style.data.text import file_digest
 from megatron_style.data.tokenizer import BPE_FILE, DEFAULT_BPE_VOCAB, DICTIONARY_FILE, Tokenizer, load_tokenizer
-from megatron_style.data.workers import WorkerPool
 
 _RECORD_FILE = "corpus.json"
 _RECORD_FORMAT = 1
 _REPLACE_HINT = "use --overwrite to replace it, or another folder"
-_STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, (".bin", ".idx", RECORD_SUFFIX))}
+_STORE_SUFFIXES = (".bin", ".idx", DOCUMENTS_SUFFIX, RECORD_SUFFIX)
+_STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, _STORE_SUFFIXES)}
 _OUTPUT_FILES = {_RECORD_FILE, DICTIONARY_FILE, BPE_FILE} | _STORE_FILES
 
 
@@ -34,15 +44,35 @@ _OUTPUT_FILES = {_RECORD_FILE, DICTIONARY_FILE, BPE_FILE} | _STORE_FILES
 class Recipe:
     """Everything that determines the output."""
 
-    splits: Mapping[str, Sequence[TextFile]]
+    splits: Mapping[str, Sequence[InputFile]]
     tokenizer: str
     vocab_size: int | None = None
     threshold: int = 0
     dictionary: Path | None = None  # an existing tokenizer to encode with, instead of building one
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    dialect: str = "fairseq"  # of the stores
+    end_of_document: str | None = None  # the token that follows each document
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as the record keeps them; those of later versions only where they are not the default."""
+        later = {
+            "key": self.reading.key,
+            "skip_bad": self.reading.skip_bad,
+            "format": self.dialect,
+            "end_of_document": self.end_of_document,
+        }
+        defaults = {"key": "text", "skip_bad": False, "format": "fairseq", "end_of_document": None}
+        return {
+            "tokenizer": self.tokenizer,
+            "vocab_size": self.vocab_size,
+            "threshold": self.threshold,
+            "dictionary": None if self.dictionary is None else _tokenizer_digest(self.dictionary),
+            **{name: value for name, value in later.items() if value != defaults[name]},
+        }
 
 
 def prepare_corpus(
-    recipe: Recipe, output: Path, pool: WorkerPool, *, overwrite: bool = False, chunk_bytes: int = CHUNK_BYTES
+    recipe: Recipe, output: Path, pool: WorkerPool, *, overwrite: bool = False, save_seconds: float = SAVE_SECONDS
 ) -> tuple[dict[str, Any], bool]:
     """Write the output folder. Return its record, and False if the same recipe has made it before."""
     output = output.expanduser().resolve()
@@ -51,54 +81,62 @@ def prepare_corpus(
     if not overwrite and (record := _existing_record(output, identity)) is not None:
         log(f"{output}: already holds this corpus; nothing to do")
         return record, False
-    with atomic_folder(output) as folder:
-        tokenizer = _make_tokenizer(recipe, pool, chunk_bytes, folder)
-        splits = {}
-        for split, files in recipe.splits.items():
-            counts = encode_split(pool, files, chunk_bytes, tokenizer_folder=folder, prefix=folder / split)
-            splits[split] = asdict(counts)
-        record = _record(identity, tokenizer, splits)
-        (folder / _RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    with work_folder(output, identity, save_seconds=save_seconds) as work:
+        record = _prepare(recipe, identity, Passes(pool, work, recipe.reading))
+        (work.folder / _RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record, True
 
 
-def _make_tokenizer(recipe: Recipe, pool: WorkerPool, chunk_bytes: int, folder: Path) -> Tokenizer:
+def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dict[str, Any]:
+    tokenizer = _make_tokenizer(recipe, passes)
+    options = EncodeOptions(passes.work.folder, recipe.dialect, _end_of_document(recipe, tokenizer))
+    splits = {}
+    for split, files in recipe.splits.items():
+        counts = encode_split(passes, files, options, passes.work.folder / split)
+        if not counts.tokens:
+            raise UserError(f"--{split}: nothing is left of its text; see the parts that were left out above")
+        splits[split] = asdict(counts)
+    return _record(identity, tokenizer, splits)
+
+
+def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that follows each document."""
+    name = recipe.end_of_document
+    if name is None:
+        return None
+    if name not in tokenizer.tokens():
+        raise UserError(f"--end-of-document {name}: the tokenizer has no such token; name one of its special tokens")
+    return tokenizer.tokens().index(name)
+
+
+def _make_tokenizer(recipe: Recipe, passes: Passes) -> Tokenizer:
     """Build the tokenizer from the training text, or reuse one, and save it for the workers to read."""
+    folder = passes.work.folder
+    if any((folder / name).is_file() for name in (DICTIONARY_FILE, BPE_FILE)):
+        return load_tokenizer(folder)  # of a preparation that is being resumed
     train = recipe.splits["train"]
     tokenizer: Tokenizer
     if recipe.dictionary is not None:
         tokenizer = load_tokenizer(recipe.dictionary)
     elif recipe.tokenizer == "bpe":
-        vocab_size = recipe.vocab_size or DEFAULT_BPE_VOCAB
-        tokenizer = build_bpe_tokenizer(pool, train, chunk_bytes, vocab_size=vocab_size, scratch=folder)
+        tokenizer = build_bpe_tokenizer(passes, train, vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB)
     else:
-        tokenizer = build_word_dictionary(
-            pool, train, chunk_bytes, threshold=recipe.threshold, vocab_size=recipe.vocab_size
-        )
+        tokenizer = build_word_dictionary(passes, train, threshold=recipe.threshold, vocab_size=recipe.vocab_size)
     tokenizer.save(folder)
     return tokenizer
 
 
 def _identity(recipe: Recipe, pool: WorkerPool) -> dict[str, Any]:
     """Return the recipe as the record keeps it: settings, and sources by digest, so that moved files are the same."""
-    dictionary = None if recipe.dictionary is None else _tokenizer_digest(recipe.dictionary)
     paths = [file.path for file in chain.from_iterable(recipe.splits.values())]
     digests = dict(zip(paths, pool.map(file_digest, paths), strict=True))
     sources = {}
     for split, files in recipe.splits.items():
         sources[split] = [_source(file, digests[file.path]) for file in files]
-    return {
-        "settings": {
-            "tokenizer": recipe.tokenizer,
-            "vocab_size": recipe.vocab_size,
-            "threshold": recipe.threshold,
-            "dictionary": dictionary,
-        },
-        "sources": sources,
-    }
+    return {"settings": recipe.settings(), "sources": sources}
 
 
-def _source(file: TextFile, digest: str) -> dict[str, Any]:
+def _source(file: InputFile, digest: str) -> dict[str, Any]:
     return {"name": file.name, "bytes": file.path.stat().st_size, "sha256": digest}
 
 
@@ -156,7 +194,7 @@ def _existing_record(output: Path, identity: Mapping[str, Any]) -> dict[str, Any
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    for key, value in wanted["settings"].items():
-        if found["settings"].get(key) != value:
-            return f"its {key} is {found['settings'].get(key)}, not {value}"
+    for key in {**wanted["settings"], **found["settings"]}:
+        if found["settings"].get(key) != wanted["settings"].get(key):
+            return f"its {key} is {found['settings'].get(key)}, not {wanted['settings'].get(key)}"
     return "its text files are others"
