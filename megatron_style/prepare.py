@@ -18,6 +18,7 @@ from megatron_style.data.index_writer import INDEX_WRITERS
 from megatron_style.data.preparation.corpora import SPLITS, built_in_corpus
 from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
 from megatron_style.data.preparation.workers import usable_cpus, worker_pool
+from megatron_style.data.pretrained import import_tokenizer
 from megatron_style.data.readers.chunks import ReadOptions
 from megatron_style.data.readers.inputs import InputFile, find_inputs
 from megatron_style.data.text import check_text_file
@@ -38,8 +39,12 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     for file in chain.from_iterable(splits.values()):
         check_input(file, skip_bad=args.skip_bad)
     kind = args.tokenizer or suited
+    imported = None
     if args.dictionary is not None:
         kind = _reused_kind(args)
+    elif kind not in ("words", "bpe"):
+        imported = Path(kind)
+        kind = _imported_kind(args)
     elif kind == "bpe":
         if args.threshold is not None:
             raise UserError(f"--threshold {args.threshold} is for --tokenizer words; bpe takes --vocab-size only")
@@ -51,6 +56,7 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
         args.vocab_size,
         args.threshold or 0,
         args.dictionary,
+        imported,
         ReadOptions(args.key, args.skip_bad),
         args.format,
         args.end_of_document,
@@ -74,6 +80,15 @@ def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[InputFile]], s
     if "train" not in given or "valid" not in given:
         raise UserError("nothing to prepare: give --train FILE... and --valid FILE..., or --corpus NAME")
     return {split: find_inputs(paths) for split, paths in given.items()}, "words"
+
+
+def _imported_kind(args: argparse.Namespace) -> str:
+    if (Path(args.tokenizer) / "dict.txt").is_file() or (Path(args.tokenizer) / "corpus.json").is_file():
+        raise UserError(f"--tokenizer {args.tokenizer}: was made by `prepare`; use --dictionary {args.tokenizer}")
+    for flag, value in (("--vocab-size", args.vocab_size), ("--threshold", args.threshold)):
+        if value is not None:
+            raise UserError(f"{flag} {value} has no effect on --tokenizer {args.tokenizer}, which exists; leave it out")
+    return import_tokenizer(Path(args.tokenizer), args.end_of_document).kind
 
 
 def _reused_kind(args: argparse.Namespace) -> str:
@@ -137,14 +152,20 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     words = parser.add_argument_group("tokenizer")
-    words.add_argument("--tokenizer", choices=("words", "bpe"), help="default: words; bpe for sotu and python")
+    words.add_argument(
+        "--tokenizer",
+        metavar="KIND",
+        help="words, bpe, or the path of an existing tokenizer.json or Hugging Face folder, which is used as it is "
+        "(default: words; bpe for sotu and python)",
+    )
     words.add_argument("--vocab-size", type=int, metavar="N", help="at most N ids, then padded to a multiple of 8")
     words.add_argument("--threshold", type=int, metavar="N", help="words seen fewer than N times become <unk>")
     words.add_argument("--dictionary", type=Path, metavar="FILE_OR_DIR", help="encode with an existing tokenizer")
     words.add_argument(
         "--end-of-document",
         metavar="TOKEN",
-        help="a token that follows each document, such as <s>; a document is a JSON record, a row or a file of text",
+        help="a token that follows each document (a JSON record, a row or a file of text), such as <s>; default: none, "
+        "and for an existing tokenizer its own end token",
     )
 
 

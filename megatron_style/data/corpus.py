@@ -15,7 +15,7 @@ from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import DataConfig
 from megatron_style.data.index import BLOCK
 from megatron_style.data.store import TokenStore, open_store
-from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
+from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Corpus:
     valid: TokenStore
     vocab_size: int
     tokenizer: Tokenizer | None  # the stores of other tools may have none
-    eos: int = EOS
+    eos: int = EOS  # the token before the first
 
     def held_out_digest(self, tokens: NDArray[Any]) -> str:
         """Return a digest of held-out tokens and their vocabulary: losses can be compared only if it is the same."""
@@ -53,7 +53,7 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
     if check_ids:
         train.check_ids(vocab_size)
         valid.check_ids(vocab_size)
-    return Corpus(train, valid, vocab_size, tokenizer)
+    return Corpus(train, valid, vocab_size, tokenizer, tokenizer.eos if tokenizer else EOS)
 
 
 def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, owner: str) -> None:
@@ -84,6 +84,6 @@ def tokenizer_of_run(folder: Path, data: DataConfig) -> Tokenizer | None:
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:
     folder = prefix.parent
-    if any((folder / name).is_file() for name in (DICTIONARY_FILE, BPE_FILE)):
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return load_tokenizer(folder)
     return None

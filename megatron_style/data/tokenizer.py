@@ -33,6 +33,8 @@ _LINE_END_ID = -1
 
 DICTIONARY_FILE = "dict.txt"
 BPE_FILE = "tokenizer.json"
+PRETRAINED_FILE = "pretrained_tokenizer.json"
+TOKENIZER_FILES = (DICTIONARY_FILE, BPE_FILE, PRETRAINED_FILE)
 DEFAULT_BPE_VOCAB = 8192
 SMALLEST_BPE_VOCAB = len(SPECIALS) + 256  # every byte must have a token, or some text could not be encoded
 
@@ -52,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return `words` or `bpe`."""
+        """Return `words`, `bpe` or `pretrained`."""
 
     @property
     def vocab_size(self) -> int:
@@ -97,7 +99,11 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a folder (dict.txt or tokenizer.json), or of one of these files."""
+    """Load the tokenizer of a folder, or of one of the files that `save` writes."""
+    if path.name == PRETRAINED_FILE or (path / PRETRAINED_FILE).is_file():
+        from megatron_style.data.pretrained import PretrainedTokenizer  # which needs this module
+
+        return PretrainedTokenizer.load(path if path.is_file() else path / PRETRAINED_FILE)
     if path.is_file():
         return BpeTokenizer.load(path) if path.suffix == ".json" else WordDictionary.load(path)
     found = [path / name for name in (DICTIONARY_FILE, BPE_FILE) if (path / name).is_file()]
@@ -177,7 +183,7 @@ class WordDictionary(Tokenizer):
         return self._ids | {_LINE_END: _LINE_END_ID}
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "\n".join(map(self._decode_line, _split_at_eos(ids)))
+        return "\n".join(map(self._decode_line, split_at(EOS, ids)))
 
     def _decode_line(self, ids: Iterable[int]) -> str:
         return " ".join(self._words[i] for i in ids)
@@ -223,12 +229,7 @@ class BpeTokenizer(Tokenizer):
     @classmethod
     def load(cls, path: Path, convert: Callable[[str], str] = str) -> BpeTokenizer:
         """Load a file as `save` writes it; `convert` makes that content from another format."""
-        try:
-            model = tokenizers.Tokenizer.from_str(convert(path.read_text(encoding="utf-8")))
-        except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics
-            raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
+        model = read_model(path.read_text(encoding="utf-8"), path, convert)
         for index, special in enumerate(SPECIALS):
             if model.id_to_token(index) != special:
                 raise UserError(f"{path}: id {index} is {model.id_to_token(index)!r}; it must be {special!r}")
@@ -263,10 +264,20 @@ class BpeTokenizer(Tokenizer):
         return Encoded(np.frombuffer(ids, np.int32), np.frombuffer(sizes, np.int32), _lines_of_each(texts), words)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in _split_at_eos(ids))
+        return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in split_at(EOS, ids))
 
     def save(self, folder: Path) -> None:
         write_atomic(folder / BPE_FILE, self._model.to_str(pretty=True))
+
+
+def read_model(text: str, path: Path, convert: Callable[[str], str] = str) -> tokenizers.Tokenizer:
+    """Parse the content of a tokenizer file; `path` is for messages."""
+    try:
+        return tokenizers.Tokenizer.from_str(convert(text))
+    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics
+        raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
 
 
 def _lines_of_each(texts: Sequence[str]) -> NDArray[np.int64]:
@@ -290,10 +301,10 @@ def _dictionary_entry(line: str, *, where: str) -> tuple[str, int]:
     return word, int(number)
 
 
-def _split_at_eos(ids: Iterable[int]) -> list[list[int]]:
-    """Return lines of ids; a final </s> gives an empty last line, so that the lines joined by newlines end in one."""
+def split_at(end: int, ids: Iterable[int]) -> list[list[int]]:
+    """Return lines of ids; a final end gives an empty last line, so that the lines joined by newlines end in one."""
     lines: list[list[int]] = [[]]
-    for is_end, group in groupby(map(int, ids), key=lambda i: i == EOS):
+    for is_end, group in groupby(map(int, ids), key=lambda i: i == end):
         if is_end:
             lines.extend([] for _ in group)
         else:

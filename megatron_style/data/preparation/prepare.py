@@ -27,17 +27,27 @@ from megatron_style.data.preparation.encode import (
 )
 from megatron_style.data.preparation.work import SAVE_SECONDS, work_folder
 from megatron_style.data.preparation.workers import WorkerPool
+from megatron_style.data.pretrained import import_tokenizer
 from megatron_style.data.readers.chunks import ReadOptions
 from megatron_style.data.readers.inputs import InputFile
 from megatron_style.data.text import file_digest
-from megatron_style.data.tokenizer import BPE_FILE, DEFAULT_BPE_VOCAB, DICTIONARY_FILE, Tokenizer, load_tokenizer
+from megatron_style.data.tokenizer import (
+    BPE_FILE,
+    DEFAULT_BPE_VOCAB,
+    DICTIONARY_FILE,
+    PRETRAINED_FILE,
+    TOKENIZER_FILES,
+    Tokenizer,
+    load_tokenizer,
+)
 
 _RECORD_FILE = "corpus.json"
 _RECORD_FORMAT = 1
+_FILES_OF_KINDS = {"words": DICTIONARY_FILE, "bpe": BPE_FILE, "pretrained": PRETRAINED_FILE}
 _REPLACE_HINT = "use --overwrite to replace it, or another folder"
 _STORE_SUFFIXES = (".bin", ".idx", DOCUMENTS_SUFFIX, RECORD_SUFFIX)
 _STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, _STORE_SUFFIXES)}
-_OUTPUT_FILES = {_RECORD_FILE, DICTIONARY_FILE, BPE_FILE} | _STORE_FILES
+_OUTPUT_FILES = {_RECORD_FILE, *TOKENIZER_FILES} | _STORE_FILES
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,7 @@ class Recipe:
     vocab_size: int | None = None
     threshold: int = 0
     dictionary: Path | None = None  # an existing tokenizer to encode with, instead of building one
+    imported: Path | None = None  # a tokenizer of the Hugging Face libraries to encode with
     reading: ReadOptions = field(default_factory=ReadOptions)
     dialect: str = "fairseq"  # of the stores
     end_of_document: str | None = None  # the token that follows each document
@@ -60,8 +71,9 @@ class Recipe:
             "skip_bad": self.reading.skip_bad,
             "format": self.dialect,
             "end_of_document": self.end_of_document,
+            "imported": self.imported and import_tokenizer(self.imported, self.end_of_document).digest,
         }
-        defaults = {"key": "text", "skip_bad": False, "format": "fairseq", "end_of_document": None}
+        defaults = {"key": "text", "skip_bad": False, "format": "fairseq", "end_of_document": None, "imported": None}
         return {
             "tokenizer": self.tokenizer,
             "vocab_size": self.vocab_size,
@@ -103,7 +115,7 @@ def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that follows each document."""
     name = recipe.end_of_document
     if name is None:
-        return None
+        return tokenizer.eos if tokenizer.kind == "pretrained" else None
     if name not in tokenizer.tokens():
         raise UserError(f"--end-of-document {name}: the tokenizer has no such token; name one of its special tokens")
     return tokenizer.tokens().index(name)
@@ -112,12 +124,14 @@ def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
 def _make_tokenizer(recipe: Recipe, passes: Passes) -> Tokenizer:
     """Build the tokenizer from the training text, or reuse one, and save it for the workers to read."""
     folder = passes.work.folder
-    if any((folder / name).is_file() for name in (DICTIONARY_FILE, BPE_FILE)):
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return load_tokenizer(folder)  # of a preparation that is being resumed
     train = recipe.splits["train"]
     tokenizer: Tokenizer
     if recipe.dictionary is not None:
         tokenizer = load_tokenizer(recipe.dictionary)
+    elif recipe.imported is not None:
+        tokenizer = import_tokenizer(recipe.imported, recipe.end_of_document)
     elif recipe.tokenizer == "bpe":
         tokenizer = build_bpe_tokenizer(passes, train, vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB)
     else:
@@ -142,7 +156,7 @@ def _source(file: InputFile, digest: str) -> dict[str, Any]:
 
 def _tokenizer_digest(path: Path) -> str:
     if path.is_dir():
-        path = path / (DICTIONARY_FILE if load_tokenizer(path).kind == "words" else BPE_FILE)
+        path = path / _FILES_OF_KINDS[load_tokenizer(path).kind]
     return file_digest(path)
 
 
