@@ -34,7 +34,8 @@ from megatron_style.hosts.launcher import NO_LAUNCHER, accelerator, find_launche
 from megatron_style.inference.arguments import DTYPES, add_protocol_flags, request_of
 from megatron_style.inference.by_position import draw_by_position, stretches
 from megatron_style.inference.measure import Measurement, measure
-from megatron_style.inference.scoring import MODES, make_protocol, perplexity
+from megatron_style.inference.scoring.modes import MODES, make_protocol
+from megatron_style.inference.scoring.score import perplexity
 from megatron_style.parallel.topology import Topology
 
 

@@ -28,7 +28,9 @@ from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
 from megatron_style.inference.arguments import DTYPES, add_protocol_flags, request_of
 from megatron_style.inference.measure import token_bar
-from megatron_style.inference.scoring import MODES, Protocol, Reader, make_protocol
+from megatron_style.inference.scoring.modes import MODES, make_protocol
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.reader import Reader
 
 WALKS = tuple(mode for mode in MODES if mode != "token-by-token")  # `cached` gives the same keys
 TOKENS_PER_LANE = 2**16
@@ -99,10 +101,10 @@ def protocol_of(args: argparse.Namespace, config: ModelFolderConfig, tokens: int
     """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
     of which a build can resume; their number depends on the text alone."""
     mode: EvaluationMode = args.mode or ("cached" if config.model.cache else "nonoverlapping")
-    lanes = args.lanes
-    if mode == "cached" and lanes is None:
-        lanes = max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
-    request = replace(request_of(args), mode=mode, lanes=lanes)
+    request = replace(request_of(args), mode=mode)
+    if mode == "cached":
+        lanes = args.lanes or max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
+        request = replace(request, lanes=lanes, batch_rows=args.batch_rows or 1)
     return make_protocol(request, config, tokens=tokens, where=str(args.model))
 
 

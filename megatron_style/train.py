@@ -39,7 +39,8 @@ _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 
 def main() -> None:
-    train(load_run(*parse_train_arguments()))
+    arguments = parse_train_arguments()
+    train(load_run(arguments.run_file, arguments.settings))
 
 
 def train(run: RunConfig, signals: StopSignals | None = None) -> None:
@@ -61,12 +62,16 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
             keep_tokenizer(corpus, run.output.path)
         stop = StopRequest(signals, after_seconds=run.output.stop_seconds, device=engine.device)
 
-        with Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal:
+        with (
+            Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal,
+            checkpoints,
+        ):
             heartbeat.at(progress.step, "preflight")
             for stage, peak in preflight(engine, schedule.stages_from(progress.step)):
                 journal.preflight(stage, peak)
             for step in range(progress.step, schedule.total_steps):
                 heartbeat.at(step, "training")
+                journal.saved(step + 1, checkpoints.finished())  # raises what went wrong in the background
                 plan = schedule.plan(step)
                 if schedule.opens_stage(step):
                     journal.stage_opens(plan)
@@ -88,7 +93,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
-                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1])
+                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1], topology.data)
                     journal.held_out(progress.step, found)
                     if not math.isfinite(found.loss):
                         raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
@@ -102,7 +107,9 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     journal.flush(progress.step)
                     checkpoints.save(engine, progress, schedule)
                 if reason and progress.step < schedule.total_steps:
+                    journal.saved(progress.step, checkpoints.finished(wait=True))
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to resume")
+            journal.saved(progress.step, checkpoints.finished(wait=True))
             weights = engine.full_weights()
             if topology.is_first:
                 export(weights, run, corpus, schedule)

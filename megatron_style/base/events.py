@@ -97,6 +97,18 @@ class StageEndEvent:
     stage_seconds: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveEvent:
+    """A checkpoint that is complete, recorded at the next step that begins."""
+
+    KIND: ClassVar = "save"
+    step: int
+    checkpoint: int | None = None  # its step
+    tokens: int | None = None
+    stall_seconds: float | None = None
+    write_seconds: float | None = None
+
+
 @dataclass(frozen=True)
 class UnknownEvent:
     """An event that a newer version has written."""
@@ -105,10 +117,10 @@ class UnknownEvent:
     kind: str
 
 
-KnownEvent = StageEvent | TrainEvent | SpikeEvent | ValidEvent | SampleEvent | StageEndEvent
+KnownEvent = StageEvent | TrainEvent | SpikeEvent | ValidEvent | SampleEvent | StageEndEvent | SaveEvent
 Event = KnownEvent | UnknownEvent
 KINDS: Mapping[str, type[KnownEvent]] = {
-    kind.KIND: kind for kind in (StageEvent, TrainEvent, SpikeEvent, ValidEvent, SampleEvent, StageEndEvent)
+    kind.KIND: kind for kind in (StageEvent, TrainEvent, SpikeEvent, ValidEvent, SampleEvent, StageEndEvent, SaveEvent)
 }
 
 

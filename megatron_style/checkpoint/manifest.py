@@ -22,7 +22,8 @@ from megatron_style.config.model import DEFAULT_OPTIMIZER
 from megatron_style.parallel.sharding import Fragment, Layout
 
 FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1: the tensor-parallel ranks of a data-parallel one share a file of caches
+_READABLE = (1, FORMAT)
 
 
 class Damaged(Exception):
@@ -67,8 +68,9 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     data = read_sealed(folder / FILE)
-    if (format_version := data.pop("format", None)) != FORMAT:
-        raise UserError(f"{folder}: has format {format_version}; this version reads format {FORMAT}")
+    if (format_version := data.pop("format", None)) not in _READABLE:
+        readable = " and ".join(map(str, _READABLE))
+        raise UserError(f"{folder}: has format {format_version}; this version reads formats {readable}")
     try:
         return _manifest_of(data)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:

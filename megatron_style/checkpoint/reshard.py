@@ -52,3 +52,4 @@ def _write_rank(run: RunConfig, folder: Path, manifest: Manifest) -> None:
         store = CheckpointStore(run, topology)
         progress = store.restore(folder, manifest, engine, schedule)
         store.save(engine, progress, schedule)
+        store.finished(wait=True)

@@ -11,18 +11,19 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
 from megatron_style.config.section import Section
-from megatron_style.config.yaml_file import override, read_yaml, write_yaml
+from megatron_style.config.yaml_file import override, read_yaml, write_yaml, yaml_text
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
 Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
+CachePlace = Literal["device", "host"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
     """Token stores by prefix (`data/sotu/train` names train.bin and train.idx)."""
 
-    train: Path
-    valid: Path
+    train: Path  # what the run learns from
+    valid: Path  # held-out text, which the run is evaluated on
     vocab_size: PositiveInt | None = None  # only for stores without a dictionary
     tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
     shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
@@ -31,11 +32,11 @@ class DataConfig(Section):
 class StageConfig(Section):
     """One stretch of training at a fixed segment length; its extent is in epochs, steps or tokens."""
 
-    segment_length: Tokens
+    segment_length: Tokens  # of every row; it divides data.tokens_per_batch
     cache_length: Tokens | None = None  # default: the segment length, when the model has a cache
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    epochs: PositiveInt | None = None  # passes over the training text; one of epochs, steps, tokens
+    steps: PositiveInt | None = None  # updates
+    tokens: PositiveInt | None = None  # over all data-parallel ranks
     micro_rows: PositiveInt | None = None  # default: as many as parallel.micro_tokens allows
 
     @model_validator(mode="after")
@@ -50,13 +51,13 @@ class StageConfig(Section):
 class LearningRateConfig(Section):
     """Linear warm-up, then cosine periods, each `period_growth` times longer and `shrink` times lower."""
 
-    peak: PositiveFloat
-    floor: NonNegativeFloat = 0.0
-    warmup_steps: NonNegativeInt = 0
-    warmup_from: NonNegativeFloat = 1e-7
+    peak: PositiveFloat  # after the warm-up
+    floor: NonNegativeFloat = 0.0  # at the end of a period
+    warmup_steps: NonNegativeInt = 0  # updates from warmup_from to peak
+    warmup_from: NonNegativeFloat = 1e-7  # of the first update, if there is a warm-up
     period_steps: PositiveInt | None = None  # default: one period, up to the last step
-    period_growth: float = Field(1.0, ge=1)
-    shrink: float = Field(1.0, gt=0, le=1)
+    period_growth: float = Field(1.0, ge=1)  # length of a period relative to the one before
+    shrink: float = Field(1.0, gt=0, le=1)  # of peak and floor from one period to the next
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -68,22 +69,22 @@ class LearningRateConfig(Section):
 class SpikeConfig(Section):
     """The reaction to a loss above `factor` times the median of the `window` losses before it."""
 
-    factor: float = Field(gt=1)
-    action: Literal["skip", "stop"]
-    window: PositiveInt = 64  # steps
+    factor: float = Field(gt=1)  # times the median
+    action: Literal["skip", "stop"]  # skip the update, or stop the run
+    window: PositiveInt = 64  # steps whose median loss counts
 
 
 class OptimizerConfig(Section):
     """Optimizer, schedule and clipping. Each may be in the ds_config instead, never in both."""
 
     name: OptimizerKind | None = None  # default: nag
-    learning_rate: LearningRateConfig | None = None
-    momentum: Fraction = 0.99  # nag
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
-    eps: PositiveFloat = 1e-8  # adamw
-    weight_decay: NonNegativeFloat = 0.0
+    learning_rate: LearningRateConfig | None = None  # required, unless the ds_config has a scheduler
+    momentum: Fraction = 0.99  # of nag
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # of adamw
+    eps: PositiveFloat = 1e-8  # of adamw
+    weight_decay: NonNegativeFloat = 0.0  # decoupled from the gradient
     decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices; for nag all, as in the reference
-    clip_norm: PositiveFloat | None = None  # default: 0.1
+    clip_norm: PositiveFloat | None = None  # largest norm of the gradient; default: 0.1
     max_skipped: PositiveInt = 50  # updates in a row without a finite gradient that end the run
     spike: SpikeConfig | None = None  # default: no loss is too high
 
@@ -93,20 +94,24 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    tensor: PositiveInt = 1
-    recompute: bool = False
+    tensor: PositiveInt = 1  # ranks that share each layer; the other ranks are data-parallel
+    sequence: bool = False  # vectors between layers are split over these ranks, by position
+    recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
+    cache: CachePlace = "device"  # where caches are between their uses; host: fetched one micro-batch ahead
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
 class OutputConfig(Section):
-    path: Path
-    log_every: PositiveInt = 10
+    path: Path  # folder of the run: metrics, checkpoints, model
+    log_every: PositiveInt = 10  # steps between two lines of the log
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
     evaluate_tokens: PositiveInt | None = None  # of the held-out text; default: all
     sample_tokens: NonNegativeInt = 40  # generated after the first held-out tokens; 0: none
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
     keep_last: PositiveInt = 2  # number of checkpoints to keep
     keep_every: PositiveInt | None = None  # and those of every n-th step, for good
+    save_async: bool = False  # true: copy to host memory, and write while training continues
+    save_caches: bool = True  # false: smaller checkpoints, and a resumed run opens its lanes cold
     heartbeat_timeout: float = Field(15.0, ge=1)  # seconds; a rank without a heartbeat for longer is lost
     stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h
 
@@ -120,15 +125,15 @@ def seconds_of(duration: str) -> float:
 
 
 class RunConfig(Section):
-    model: ModelConfig
-    data: DataConfig
-    stages: tuple[StageConfig, ...] = Field(min_length=1)
-    optimizer: OptimizerConfig = OptimizerConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    output: OutputConfig
-    deepspeed: Path | None = None
+    model: ModelConfig  # its architecture
+    data: DataConfig  # its text
+    stages: tuple[StageConfig, ...] = Field(min_length=1)  # of training, usually short segments first
+    optimizer: OptimizerConfig = OptimizerConfig()  # its updates
+    parallel: ParallelConfig = ParallelConfig()  # how a replica is split over ranks and micro-batches
+    output: OutputConfig  # what is written, and how often
+    deepspeed: Path | None = None  # a ds_config: ZeRO, precision, offload; default: ZeRO 0 in fp32
     start: Path | None = None  # a model, in any form, to begin with: weights, and step and optimizer if it has them
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt = 1  # of first weights, order of segments and dropout
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -141,6 +146,8 @@ class RunConfig(Section):
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
         if self.data.shuffle and self.model.cache:
             raise ValueError("data.shuffle is true, but model.cache is true: a cache needs the text in its order")
+        if self.parallel.cache == "host" and not self.model.cache:
+            raise ValueError("parallel.cache is host, but model.cache is false: there are no caches; remove it")
         for index, stage in enumerate(self.stages):
             if (self.parallel.micro_tokens or tokens) < stage.segment_length:
                 raise ValueError(
@@ -156,7 +163,22 @@ class RunConfig(Section):
                     f"stages.{index}.segment_length ({stage.segment_length}) must divide data.tokens_per_batch "
                     f"({tokens}); the nearest lengths that do are {below} and {above}"
                 )
+            if self.parallel.sequence and stage.segment_length % ways:
+                fitting = [length for length in divisors_of(tokens) if length % ways == 0]
+                raise ValueError(
+                    f"stages.{index}.segment_length ({stage.segment_length}) must be a multiple of parallel.tensor "
+                    f"({ways}), because parallel.sequence is true; {_nearest(fitting, stage.segment_length)}"
+                )
         return self
+
+
+def _nearest(fitting: Sequence[int], wanted: int) -> str:
+    """Advise the nearest of the lengths that fit."""
+    below = [length for length in fitting if length < wanted][-1:]
+    above = [length for length in fitting if length > wanted][:1]
+    if not fitting:
+        return "no length that divides data.tokens_per_batch is one; set it to false"
+    return f"the nearest lengths that are: {' and '.join(map(str, below + above))}"
 
 
 def divisors_of(number: int) -> list[int]:
@@ -182,6 +204,11 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
 def save_run(run: RunConfig, path: Path) -> None:
     """Write the resolved run file."""
     write_yaml(run.as_data(), path)
+
+
+def run_text(run: RunConfig) -> str:
+    """Return the run file with all defaults."""
+    return yaml_text(run.as_data())
 
 
 def keep_older(path: Path, run: RunConfig, step: int) -> None:

@@ -27,7 +27,11 @@ from megatron_style.base.units import size
 from megatron_style.config.datastore import DatastoreManifest, KeyDtype
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.datastore.store import KEYS, MANIFEST, VALUE, VALUES, key_dtype, open_datastore, read_manifest
-from megatron_style.inference.scoring import MODES, Progress, Protocol, Reader, Tokens, share
+from megatron_style.inference.scoring.modes import MODES
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.reader import Reader, Tokens
+from megatron_style.inference.scoring.score import Progress
+from megatron_style.inference.scoring.walk import share
 from megatron_style.parallel.topology import Topology
 
 DONE = "done.bin"  # one byte per unit of the walk

@@ -25,7 +25,8 @@ from megatron_style.datastore.search import DAMAGED, Neighbours, queries_at_once
 from megatron_style.datastore.store import Datastore
 from megatron_style.inference.decoder import Reading
 from megatron_style.inference.next_token import NextToken, Predict, next_tokens
-from megatron_style.inference.scoring import Progress, Tokens
+from megatron_style.inference.scoring.reader import Tokens
+from megatron_style.inference.scoring.score import Progress
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.topology import Axis
 

@@ -6,10 +6,10 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import deepspeed
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_style.base.errors import Diverged
+from megatron_style.config.run import CachePlace
 from megatron_style.engine.counters import Counters
 from megatron_style.engine.spikes import Spike
 from megatron_style.engine.zero_layout import (
@@ -28,6 +29,7 @@ from megatron_style.engine.zero_layout import (
     write_fragment,
     write_group,
 )
+from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.randomness import Noise
@@ -70,6 +72,7 @@ class TrainingEngine:
         *,
         clip_norm: float,
         max_skipped: int,
+        cache: CachePlace = "device",
         speaks: bool = False,
     ) -> None:
         """Build DeepSpeed's engine. A list in place of an optimizer holds the parameter groups for the ds_config's own
@@ -92,6 +95,7 @@ class TrainingEngine:
             )
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
+        self.caches = PLACES[cache](self.device)
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -119,7 +123,9 @@ class TrainingEngine:
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return memory_of(self.model.config).full(self.model.config, rows=rows, capacity=capacity, like=like)
+        kind = memory_of(self.model.config)
+        ways = self._topology.tensor.size
+        return kind.full(self.model.config, rows=rows, capacity=capacity, like=like, ways=ways)
 
     def accumulate(self, loss: Tensor, *, is_last: bool, tally: Tensor | None = None) -> None:
         """Add this micro-batch's gradient; the last one triggers the data-parallel mean. A routing model's `tally` is
@@ -217,12 +223,20 @@ class TrainingEngine:
         if self._engine._config.comms_config.comms_logger_enabled:
             deepspeed.comm.log_summary()
 
-    def save(self, directory: Path, tag: str) -> None:
+    def save(self, directory: Path, tag: str, open_file: Callable[[str], AbstractContextManager[IO[bytes]]]) -> None:
+        """Write DeepSpeed's checkpoint into files of these names, which may be in memory. All ranks call it."""
+
+        def save_into(state_dict: Any, path: str) -> None:
+            with open_file(Path(path).name) as file:
+                torch.save(state_dict, file)
+
         had_checksums = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # the manifest has better checksums, and these halve the speed
+        self._engine.checkpoint_engine.save = save_into
         try:
             self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
         finally:
+            del self._engine.checkpoint_engine.save  # uncovers the method of the class
             torch.serialization.set_crc32_options(had_checksums)
 
     def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -264,12 +278,12 @@ class TrainingEngine:
             for group, rates in zip(self._engine.optimizer.param_groups, counters.rates, strict=True):
                 group.update(rates)
 
-    def working_weight(self, name: str) -> Tensor:
-        """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks have to
-        ask for the same one, because ZeRO 3 gathers it from them."""
+    def working_weight(self, name: str, offset: int, count: int) -> Tensor:
+        """Return a part of this tensor rank's flattened shard of a parameter, as the forward pass reads it. All
+        data-parallel ranks have to ask for the same parameter, because ZeRO 3 gathers it from them."""
         param = self.model.get_parameter(name)
         with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
-            return param.detach().clone()
+            return param.detach().reshape(-1)[offset : offset + count].clone()
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return every unsharded parameter in float32 on the first rank, and nothing on the others. All ranks have to

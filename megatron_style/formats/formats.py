@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_style.base.errors import UserError
-from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, transformer_xl, universal
+from megatron_style.formats import fairseq, model_folder, run_checkpoint, transformer_xl, universal
+from megatron_style.formats.huggingface import folder as huggingface
 from megatron_style.formats.source import Holds, ModelSource, unheld
 
 

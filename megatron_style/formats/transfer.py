@@ -19,9 +19,10 @@ from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place, write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.data.tokenizer import WordDictionary
-from megatron_style.formats import fairseq, huggingface, model_folder, run_checkpoint, transformer_xl
+from megatron_style.formats import fairseq, model_folder, run_checkpoint, transformer_xl
 from megatron_style.formats.certificate import FILE, Certificate, certify
 from megatron_style.formats.formats import FORMATS, Writable, check_holds, open_model
+from megatron_style.formats.huggingface import folder as huggingface
 from megatron_style.formats.source import ModelSource
 from megatron_style.model.shape import count_parameters
 

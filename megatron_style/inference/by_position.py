@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_style.base.files import atomic_file
-from megatron_style.inference.scoring import Protocol
+from megatron_style.inference.scoring.protocol import Protocol
 
 
 class Stretch(NamedTuple):

@@ -20,7 +20,10 @@ from tqdm import tqdm
 from megatron_style.base.command import log
 from megatron_style.base.files import atomic_file
 from megatron_style.data.tokenizer import Tokenizer
-from megatron_style.inference.scoring import Progress, Protocol, Score, Tokens, perplexity, score
+from megatron_style.inference.scoring.modes import contexts
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.reader import Tokens
+from megatron_style.inference.scoring.score import Progress, Score, perplexity, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import largest_over_shards
 from megatron_style.parallel.peak_memory import peak_memory
@@ -42,7 +45,7 @@ class Measurement:
         protocol = self.protocol
         tokens = len(self.tokens)
         words = tokenizer.count_words(self.tokens) if tokenizer else None
-        fewest, most = protocol.contexts(tokens)
+        fewest, most = contexts(protocol, tokens)
         mixture: dict[str, float | None] = {}
         if self.mixed:
             finite = math.isfinite(self.mixed.loss)  # a weight of 1 can make a token impossible

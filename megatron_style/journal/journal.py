@@ -4,6 +4,8 @@ only help to sum the loss."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -13,6 +15,7 @@ from megatron_style.base.command import log
 from megatron_style.base.events import (
     Event,
     SampleEvent,
+    SaveEvent,
     SpikeEvent,
     StageEndEvent,
     StageEvent,
@@ -167,6 +170,12 @@ class Journal:
         """Flush before a checkpoint, so that a run that resumes there finds everything up to this step recorded."""
         if self._writes:
             self._board.flush(step)
+
+    def saved(self, step: int, found: Iterable[SaveEvent]) -> None:
+        """Record checkpoints that are complete, at the step that begins. A run that resumes before that step drops what
+        belongs to it, so that no line or point is later than what was flushed."""
+        for event in found:
+            self._record(replace(event, step=step, tokens=self._schedule.tokens_before(step)))
 
     def held_out(self, step: int, found: HeldOut) -> None:
         totals = self._totals

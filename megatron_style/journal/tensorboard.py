@@ -28,6 +28,7 @@ from megatron_style.base.errors import harmless
 from megatron_style.base.events import (
     Event,
     SampleEvent,
+    SaveEvent,
     SpikeEvent,
     StageEndEvent,
     StageEvent,
@@ -59,6 +60,7 @@ _TAGS: Mapping[type[Event], Mapping[str, str]] = {
     },
     SpikeEvent: {"loss": "spike/loss", "median": "spike/median"},
     ValidEvent: {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+    SaveEvent: {"stall_seconds": "save/stall_seconds", "write_seconds": "save/write_seconds"},
     StageEvent: {},
     StageEndEvent: {},
     SampleEvent: {},
@@ -111,7 +113,7 @@ class TensorBoardWriter:
             self._by_step.add_summary(text("stage/opens", event.opens or ""), event.step, when)
         if isinstance(event, SampleEvent):
             self._by_step.add_summary(text("valid/sample", _quoted(event)), event.step, when)
-        if isinstance(event, TrainEvent | ValidEvent | SpikeEvent):
+        if isinstance(event, TrainEvent | ValidEvent | SpikeEvent | SaveEvent):
             points = scalars_of(event) | (self._mark.shape if isinstance(event, TrainEvent) else {})
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()])
             self._by_step.add_summary(summary, event.step, when)

@@ -264,8 +264,11 @@ def evaluate_all(
 
 def protocol_flags(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> tuple[str, ...]:
     flags = ["--mode", evaluation.mode]
+    if evaluation.length:
+        flags += ["--segment-length", str(experiment.scale.length(evaluation.length))]
     if evaluation.stride:
-        stride = 1 if evaluation.split == "short" else experiment.scale.stride(spec.length, evaluation.stride)
+        length = evaluation.length or spec.length
+        stride = 1 if evaluation.split == "short" else experiment.scale.stride(length, evaluation.stride)
         flags += ["--stride", str(stride)]
     if evaluation.mode == "nonoverlapping" or (evaluation.mode == "sliding" and evaluation.split == "short"):
         flags += ["--batch-rows", "1"]  # the paper measured speeds with one row at a time

@@ -56,7 +56,7 @@ _MEMORY_CELLS: Mapping[str, Cell] = {
     "  without recompute": lambda stage: size(stage.unrecomputed),
     "  with recompute": lambda stage: size(stage.recomputed),
     "total": lambda stage: size(stage.memory.total),
-    "and in host memory": lambda stage: size(stage.memory.states.host),
+    "and in host memory": lambda stage: size(stage.memory.states.host + stage.memory.host_caches),
     "fits": lambda stage: stage.fits,
     "rows at once": lambda stage: f"{stage.stage.micro_rows} of {stage.stage.rows}",
     "largest micro_rows that fits": lambda stage: stage.largest_micro_rows or "none",

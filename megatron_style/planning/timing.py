@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from megatron_style.config.model import ModelConfig
 from megatron_style.planning.hardware import Gpu
 from megatron_style.planning.memory import estimate_states
-from megatron_style.planning.parts import PASSES, parts_of
+from megatron_style.planning.parts.micro_batch import PASSES
+from megatron_style.planning.parts.model import parts_of
 from megatron_style.planning.setup import Setup, Sharding
 from megatron_style.planning.text import zipf_shares
 from megatron_style.planning.traffic import Traffic, estimate_traffic

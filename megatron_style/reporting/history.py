@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.events import SampleEvent, StageEvent, TrainEvent, ValidEvent, read_events
+from megatron_style.base.events import SampleEvent, SaveEvent, StageEvent, TrainEvent, ValidEvent, read_events
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
@@ -74,6 +74,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Save:
+    """The seconds of a checkpoint."""
+
+    stall: float  # that training waited for it
+    write: float  # until it was complete
+
+
+@dataclass(frozen=True)
 class RunHistory:
     name: str
     run_file: str
@@ -82,6 +90,7 @@ class RunHistory:
     trained: tuple[Trained, ...]
     held_out: tuple[HeldOut, ...]
     samples: tuple[Sample, ...]
+    saves: tuple[Save, ...] = ()
 
     @property
     def text_digest(self) -> str:
@@ -117,6 +126,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
     trained = _Thinned(every=-(-_count_lines(metrics) // _MOST_TRAINED))
     held_out: list[HeldOut] = []
     samples: list[Sample] = []
+    saves: list[Save] = []
     for event in read_events(metrics):
         match event:
             case StageEvent():
@@ -128,6 +138,8 @@ def read_run(name: str, folder: Path) -> RunHistory:
                 held_out.append(_held_out(event))
             case SampleEvent():
                 samples.append(_sample(event))
+            case SaveEvent():
+                saves.append(Save(_finite(event.stall_seconds) or 0.0, _finite(event.write_seconds) or 0.0))
     trained.end_stage()
     return RunHistory(
         name,
@@ -137,6 +149,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
         trained=tuple(trained.kept),
         held_out=tuple(held_out),
         samples=tuple(samples),
+        saves=tuple(saves),
     )
 
 

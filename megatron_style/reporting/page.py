@@ -90,13 +90,18 @@ def _figures(run: RunHistory) -> Markup:
     at_best = f"best {perplexity(lowest)}, step {lowest.at.step:,}" if lowest else "no validation yet"
     rates = [stage.tokens_per_second for stage in stage_figures(run) if stage.tokens_per_second is not None]
     speed = COUNT.text(rates[-1] if rates else None)
-    shown = (
+    shown = [
         ("held-out perplexity", perplexity(final(run)), at_best),
         ("tokens", COUNT.text(end.tokens), f"{end.step:,} steps"),
         ("time of training", TIME.text(end.seconds), "without validation and saving"),
         ("model FLOPs", FLOPS.text(end.flops), "over all ranks"),
         ("tokens per second", speed, "in the last stage"),
-    )
+    ]
+    if run.saves:
+        stall = sum(save.stall for save in run.saves)
+        write = sum(save.write for save in run.saves)
+        note = f"{len(run.saves):,} checkpoints, written in {TIME.text(write)}"
+        shown.append(("stopped for saving", TIME.text(stall), note))
     cells = (
         tag("div", tag("dt", text(name)), tag("dd", text(value), tag("small", text(note))))
         for name, value, note in shown

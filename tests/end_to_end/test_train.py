@@ -15,7 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_style.config.run import load_run
 from megatron_style.engine.local_ranks import run_ranks
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.train import main
 from tests.support.launch import launch
 from tests.support.runs import tiny_run

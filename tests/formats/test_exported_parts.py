@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.formats import huggingface
-from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+from megatron_style.formats.huggingface import folder as huggingface
+from megatron_style.formats.huggingface.modeling_shortformer import ShortformerForCausalLM
 from megatron_style.formats.source import ModelSource
 from megatron_style.model.shortformer import Shortformer
 from tests.support.tiny import tiny_config, tiny_model, weights_of

@@ -20,8 +20,9 @@ from transformers import DynamicCache
 
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import Tokenizer
-from megatron_style.formats import fairseq, huggingface
-from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+from megatron_style.formats import fairseq
+from megatron_style.formats.huggingface import folder as huggingface
+from megatron_style.formats.huggingface.modeling_shortformer import ShortformerForCausalLM
 from tests.support.exported import (
     EOS,
     KINDS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from megatron_style.data.tokenizer import Tokenizer
-from megatron_style.formats.huggingface_tokenizer import _SPACES
+from megatron_style.formats.huggingface.tokenizer import _SPACES
 from tests.support.exported import (
     byte_pairs,
     export,

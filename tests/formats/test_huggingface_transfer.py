@@ -20,9 +20,10 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.convert import main
 from megatron_style.data.tokenizer import Tokenizer
-from megatron_style.formats import huggingface, modeling_shortformer
 from megatron_style.formats.formats import open_model
-from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+from megatron_style.formats.huggingface import folder as huggingface
+from megatron_style.formats.huggingface import modeling_shortformer
+from megatron_style.formats.huggingface.modeling_shortformer import ShortformerForCausalLM
 from megatron_style.formats.source import ModelSource
 from tests.support.exported import (
     KINDS,

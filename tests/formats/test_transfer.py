@@ -15,7 +15,8 @@ from megatron_style.formats import fairseq, model_folder
 from megatron_style.formats.certificate import certify, fixed_text, streamed_nll
 from megatron_style.formats.source import ModelSource
 from megatron_style.formats.transfer import transfer
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from tests.support.tiny import content, expect_refusal, read_model, run_here, tiny_config, write_tiny_model
 
 PROVEN = {"largest_weight_difference": 0.0, "largest_nll_difference": 0.0, "passed": True}

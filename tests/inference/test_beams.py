@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_style.inference.beams import Hypothesis, beam_search
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from tests.support.continuing import EOS, PROMPTS, continuation, model_of_seed
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model

@@ -15,7 +15,8 @@ from megatron_style.base.errors import RunFailed
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer
 from megatron_style.inference.next_token import NextToken
 from megatron_style.inference.sampling import Continuation, Sampler, generator_of
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from tests.support.continuing import EOS, GREEDY, KINDS, PROMPTS, continuation, continuations, model_of_seed
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_dictionary, tiny_model

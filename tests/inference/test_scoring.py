@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
 from megatron_style.engine.local_ranks import run_ranks
-from megatron_style.inference.scoring import Protocol, Request, Score, make_protocol, score
+from megatron_style.inference.scoring.modes import contexts, make_protocol
+from megatron_style.inference.scoring.protocol import Protocol, Request
+from megatron_style.inference.scoring.score import Score, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import initialise
@@ -138,7 +140,7 @@ def test_a_lane_is_warmed_by_the_text_before_it(cache_length: int, warm: int) ->
     """As if the text had begun that many segments earlier."""
     model, protocol = tiny_model(tiny_config()), Protocol("cached", 4, cache_length)
     lanes = score(model, TOKENS, replace(protocol, lanes=2), eos=EOS).nll
-    np.testing.assert_array_equal(lanes[:20], score(model, TOKENS[:20], protocol, eos=EOS).nll)
+    np.testing.assert_allclose(lanes[:20], score(model, TOKENS[:20], protocol, eos=EOS).nll, atol=1e-12)
     begin = 20 - warm * 4
     warmed = score(model, TOKENS[begin:], protocol, eos=int(TOKENS[begin - 1])).nll
     np.testing.assert_allclose(lanes[20:], warmed[warm * 4 :], atol=1e-12)
@@ -150,7 +152,7 @@ def test_a_lane_is_warmed_by_what_a_compressed_memory_is_made_of() -> None:
     config = tiny_config(memory={"compressed": 3, "rate": 2})
     model = tiny_model(config)
     protocol = make_protocol(Request("cached", 4, lanes=2), config, tokens=40, where="model")
-    assert protocol.contexts(40) == (6 + 6 + 1, 6 + 6 + 4)
+    assert contexts(protocol, 40) == (6 + 6 + 1, 6 + 6 + 4)
     lanes = score(model, TOKENS, protocol, eos=EOS).nll
     warmed = score(model, TOKENS[8:], replace(protocol, lanes=1), eos=int(TOKENS[7])).nll
     np.testing.assert_allclose(lanes[20:], warmed[12:], atol=1e-12)

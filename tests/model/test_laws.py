@@ -18,7 +18,8 @@ from megatron_style.formats.certificate import fixed_text, streamed_nll
 from megatron_style.formats.formats import FORMATS, check_holds
 from megatron_style.formats.source import ModelSource, unheld
 from megatron_style.inference.decoder import Decoder
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.attention import attention_of
 from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Output, Shortformer
@@ -31,11 +32,11 @@ every_model = pytest.mark.parametrize("name", MODELS)
 ROWS = 3
 
 
-def build(name: str, axis: Axis | None = None, *, recompute: bool = False) -> Shortformer:
+def build(name: str, axis: Axis | None = None, *, recompute: bool = False, sequence: bool = False) -> Shortformer:
     """Return a model whose norms and biases are no longer the identity, which would hide a mix-up."""
     config = model_config(name)
     axis = axis or Axis()
-    model = Shortformer(config.model, config.vocab_size, axis, recompute=recompute)
+    model = Shortformer(config.model, config.vocab_size, axis, recompute=recompute, sequence=sequence)
     initialise(model, 1, axis)
     with torch.no_grad():
         for path, param in model.named_parameters():
@@ -68,8 +69,8 @@ def losses_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> Ten
 
 
 def training_loss(model: Shortformer, config: ModelFolderConfig) -> Tensor:
-    """Return the mean of the losses that training adds up, over three segments."""
-    ids = text_of(config, 3 * config.segment_length + 1)
+    """Return the mean of the losses that training adds up, over three segments and a short one."""
+    ids = text_of(config, 3 * config.segment_length + 4)
     outputs = list(outputs_of(model, ids, config))
     return torch.stack([output.nll.mean() + sum(output.auxiliary.values()) for output in outputs]).mean()
 
@@ -101,13 +102,31 @@ def test_the_table_of_shapes_is_the_models(name: str) -> None:
     assert found == {path: shape.shape for path, shape in parameters(config.model, config.vocab_size).items()}
 
 
-def expect_same(name: str, recompute: bool, loss: Tensor, gradients: dict[str, Tensor]) -> None:
-    axis = Topology.of_world(tensor=dist.get_world_size()).tensor
-    model = build(name, axis, recompute=recompute)
+WAYS = {  # of using so many tensor-parallel ranks: recompute, sequence parallelism
+    1: [(True, False), (False, True)],
+    2: [(False, False), (True, True)],
+    4: [(True, False), (False, True)],
+}
+
+
+def divisible(name: str) -> ModelFolderConfig:
+    """Return a configuration whose segments can be divided among four ranks."""
     config = model_config(name)
-    mine = training_loss(model, config)
-    mine.backward()
-    torch.testing.assert_close(mine.detach(), loss, rtol=1e-9, atol=1e-9)
+    return config.model_copy(update={"segment_length": 8, "cache_length": 8 if config.model.cache else 0})
+
+
+def expect_same(name: str, loss: Tensor, gradients: dict[str, Tensor]) -> None:
+    axis = Topology.of_world(tensor=dist.get_world_size()).tensor
+    for recompute, sequence in WAYS[axis.size]:
+        model = build(name, axis, recompute=recompute, sequence=sequence)
+        mine = training_loss(model, divisible(name))
+        mine.backward()
+        expect_close(model, mine.detach(), loss, gradients)
+
+
+def expect_close(model: Shortformer, mine: Tensor, loss: Tensor, gradients: dict[str, Tensor]) -> None:
+    axis = model.axis
+    torch.testing.assert_close(mine, loss, rtol=1e-9, atol=1e-9)
     for path, param in model.named_parameters():
         dim = layout_of(param).shard_dim
         expected = gradients[path] if dim is None else shard(gradients[path], dim, axis.size)[axis.rank]
@@ -117,15 +136,14 @@ def expect_same(name: str, recompute: bool, loss: Tensor, gradients: dict[str, T
 
 
 @every_model
-@pytest.mark.parametrize(("world", "recompute"), [(1, True), (2, False), (4, True)])
-def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int, recompute: bool) -> None:
-    config = model_config(name)
+@pytest.mark.parametrize("world", WAYS)
+def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int) -> None:
     model = build(name)
-    loss = training_loss(model, config)
+    loss = training_loss(model, divisible(name))
     loss.backward()
     gradients = {path: param.grad for path, param in model.named_parameters()}
     assert all(grad is not None and grad.abs().max() > 0 for path, grad in gradients.items() if "key.bias" not in path)
-    run_ranks(world, expect_same, name, recompute, loss.detach(), gradients)
+    run_ranks(world, expect_same, name, loss.detach(), gradients)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if can_decode(name)])

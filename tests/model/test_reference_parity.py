@@ -10,7 +10,8 @@ import torch
 
 from megatron_style.engine.optimizer import NAG
 from megatron_style.formats.fairseq import fairseq_names
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.positions import SinusoidalPositions, sinusoids
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key

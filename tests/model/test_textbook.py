@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.inference.scoring import Protocol, score
+from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.score import score
 from megatron_style.model.shape import count_parameters
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from megatron_style.config.model import CompressionConfig, ModelConfig, VocabularyConfig
-from megatron_style.planning.parts import parts_of
+from megatron_style.planning.parts.model import parts_of
 from megatron_style.planning.setup import Setup, Sharding
 from megatron_style.planning.text import zipf_shares
 from megatron_style.schedule.stages import Stage

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, WordDictionary
-from megatron_style.formats import huggingface
-from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+from megatron_style.formats.huggingface import folder as huggingface
+from megatron_style.formats.huggingface.modeling_shortformer import ShortformerForCausalLM
 from megatron_style.formats.source import ModelSource
 from megatron_style.inference.sampling import Sampler, generate
 from megatron_style.model.shortformer import Shortformer

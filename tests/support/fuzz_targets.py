@@ -43,8 +43,9 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
-from megatron_style.formats import fairseq, huggingface, model_folder, universal
+from megatron_style.formats import fairseq, model_folder, universal
 from megatron_style.formats.formats import open_model
+from megatron_style.formats.huggingface import folder as huggingface
 from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.hosts import read_hostfile
 from megatron_style.inference.decoder import Reading

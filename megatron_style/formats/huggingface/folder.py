@@ -21,7 +21,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.tokenizer import PAD
 from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
-from megatron_style.formats.huggingface_tokenizer import read_tokenizer, write_tokenizer
+from megatron_style.formats.huggingface.tokenizer import read_tokenizer, write_tokenizer
 from megatron_style.formats.model_folder import (
     CONFIG_FILE,
     WEIGHTS,
@@ -102,7 +102,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 def certify_export(source: ModelSource, output: ModelSource) -> Certificate:
     """Certify the folder with its own code, if the library is installed."""
     try:
-        from megatron_style.formats.modeling_shortformer import ShortformerForCausalLM
+        from megatron_style.formats.huggingface.modeling_shortformer import ShortformerForCausalLM
     except ImportError:
         how = "megatron_style; transformers cannot be imported, so the folder's own code was not run"
         return certify(source, output, computed_by=how)
