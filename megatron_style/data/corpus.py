@@ -16,7 +16,7 @@ from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import DataConfig
 from megatron_style.data.index import BLOCK
 from megatron_style.data.store import TokenStore, open_store
-from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
+from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Corpus:
     valid: Mapping[str, TokenStore]  # by name, the main one first
     vocab_size: int
     tokenizer: Tokenizer | None  # the stores of other tools may have none
-    eos: int = EOS
+    eos: int = EOS  # the token before the first
 
     @property
     def main_valid(self) -> str:
@@ -65,7 +65,7 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
     if check_ids:
         for store in (*train, *valid.values()):
             store.check_ids(vocab_size)
-    return Corpus(train, valid, vocab_size, tokenizer)
+    return Corpus(train, valid, vocab_size, tokenizer, tokenizer.eos if tokenizer else EOS)
 
 
 def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, owner: str) -> None:
@@ -109,6 +109,6 @@ def _first_tokenizer(prefixes: Sequence[Path]) -> tuple[Path, Tokenizer | None]:
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:
     folder = prefix.parent
-    if any((folder / name).is_file() for name in (DICTIONARY_FILE, BPE_FILE)):
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return load_tokenizer(folder)
     return None

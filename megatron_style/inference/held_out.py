@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron_style.config.model import EvaluationMode
 from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
-from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
 from megatron_style.inference.scoring.protocol import Protocol, rows_at_once
 from megatron_style.inference.scoring.score import score
@@ -67,5 +66,6 @@ def _spelled(ids: Sequence[int], corpus: Corpus) -> str:
     data.vocab_size may be larger."""
     if corpus.tokenizer is None:
         return " ".join(map(str, ids))
-    known = corpus.tokenizer.vocab_size
-    return corpus.tokenizer.decode([token if token < known else UNK for token in ids])
+    tokenizer = corpus.tokenizer
+    strange = tokenizer.eos if tokenizer.unk is None else tokenizer.unk
+    return tokenizer.decode([token if token < tokenizer.vocab_size else strange for token in ids])
