@@ -111,9 +111,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     journal.saved(progress.step, checkpoints.finished(wait=True))
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to resume")
             journal.saved(progress.step, checkpoints.finished(wait=True))
-            weights = engine.full_weights()
-            if topology.is_first:
-                export(weights, run, corpus, schedule)
+            export(engine.full_weight, run, corpus, schedule, is_first=topology.is_first)
             engine.sum_up()
 
 

@@ -15,10 +15,12 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
+from megatron_style.parallel.sharding import buffer_layouts_of, layouts_of
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 
@@ -73,5 +75,15 @@ def _train(run: RunConfig) -> History:
             history.applied.append(update.applied)
             if loss.by_source is not None:
                 history.by_source.append(topology.data.sum(loss.by_source).tolist())
-        history.weights = engine.full_weights()
+        history.weights = full_weights(engine)
         return history
+
+
+def full_weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    """Return all unsharded weights on the first rank. All ranks have to call it together."""
+    weights = {}
+    for name in [*layouts_of(engine.model), *buffer_layouts_of(engine.model)]:
+        weight = engine.full_weight(name)
+        if weight is not None:
+            weights[name] = weight.clone()
+    return weights
