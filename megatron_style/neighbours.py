@@ -101,10 +101,10 @@ def protocol_of(args: argparse.Namespace, config: ModelFolderConfig, tokens: int
     """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
     of which a build can resume; their number depends on the text alone."""
     mode: EvaluationMode = args.mode or ("cached" if config.model.cache else "nonoverlapping")
-    lanes = args.lanes
-    if mode == "cached" and lanes is None:
-        lanes = max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
-    request = replace(request_of(args), mode=mode, lanes=lanes)
+    request = replace(request_of(args), mode=mode)
+    if mode == "cached":
+        lanes = args.lanes or max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
+        request = replace(request, lanes=lanes, batch_rows=args.batch_rows or 1)
     return make_protocol(request, config, tokens=tokens, where=str(args.model))
 
 

@@ -94,7 +94,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
                     for name in corpus.valid:
-                        found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1])
+                        found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1], topology.data)
                         journal.held_out(progress.step, found, name, is_main=name == corpus.main_valid)
                         if not math.isfinite(found.loss):
                             raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")

@@ -182,9 +182,9 @@ class OptimizerConfig(Section):
 
 class ParallelConfig(Section):
     tensor: PositiveInt = 1  # ranks that share each layer; the other ranks are data-parallel
-    sequence: bool = False  # split what lies between layers over the tensor-parallel ranks, by position
+    sequence: bool = False  # vectors between layers are split over these ranks, by position
     recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
-    cache: CachePlace = "device"  # where the caches are between their uses
+    cache: CachePlace = "device"  # where caches are between their uses; host: fetched one micro-batch ahead
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
@@ -233,6 +233,8 @@ class RunConfig(Section):
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
         if self.data.shuffle and self.model.cache:
             raise ValueError("data.shuffle is true, but model.cache is true: a cache needs the text in its order")
+        if self.parallel.cache == "host" and not self.model.cache:
+            raise ValueError("parallel.cache is host, but model.cache is false: there are no caches; remove it")
         for index, stage in enumerate(self.stages):
             if (self.parallel.micro_tokens or tokens) < stage.segment_length:
                 raise ValueError(

@@ -30,7 +30,8 @@ from megatron_style.datastore.store import KEYS, MANIFEST, VALUE, VALUES, key_dt
 from megatron_style.inference.scoring.modes import MODES
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.reader import Reader, Tokens
-from megatron_style.inference.scoring.score import Progress, share
+from megatron_style.inference.scoring.score import Progress
+from megatron_style.inference.scoring.walk import share
 from megatron_style.parallel.topology import Topology
 
 DONE = "done.bin"  # one byte per unit of the walk

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -159,7 +160,7 @@ def _attended(
     one_layer = config.model_copy(update={"layers": 1})
     memory = memory_of(config).empty(one_layer, rows=1, capacity=capacity, like=segments[0])
     for x, pos in zip(segments, positions, strict=True):
-        attended = block.attend(x, memory.layers[0], pos, None, Stream(Axis()))
+        attended = block.attend(x, partial(memory.recall, 0), pos, None, Stream(Axis()))
         memory = memory.advance([attended.seen])
         yield attended.x
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.attention import Places, Side, attention_of
 from megatron_style.model.compression import compression_of
-from megatron_style.model.memory import Seen
+from megatron_style.model.memory import Compress, Recalled, Seen
 from megatron_style.model.routing import routing_attention
 from megatron_style.parallel.collectives import own_features
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
@@ -19,6 +19,8 @@ from megatron_style.parallel.randomness import Noise, sharded_dropout
 from megatron_style.parallel.sharding import uniform
 from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
+
+Recall = Callable[[Tensor, Compress | None, Stream], Recalled]  # of a memory, for one layer
 
 
 class Attended(NamedTuple):
@@ -50,13 +52,12 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def attend(self, x: Tensor, share: Tensor, pos: Places, noise: Noise | None, stream: Stream) -> Attended:
+    def attend(self, x: Tensor, recall: Recall, pos: Places, noise: Noise | None, stream: Stream) -> Attended:
         """Do the attention sublayer. Its attention input becomes the next segment's memory, of which each
-        tensor-parallel rank keeps its own features: `share`, and what is returned."""
+        tensor-parallel rank keeps its own features."""
         normed = self.attention_norm(x, stream) if self.norm_before else x
         tokens = stream.enter(normed)
-        cached = stream.remember(share)
-        replaced = None if self.compression is None else self.compression(cached.now, tokens.now)
+        cached, replaced = recall(tokens.now, self.compression, stream)
         mixed = self.attention(tokens, cached, pos, noise, stream, replaced)
         x = x + stream.dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
         compressed = None if replaced is None else own_features(replaced[1], self.axis)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.config.model import CompressionConfig, ModelConfig
+from megatron_style.parallel.stream import Read, Stream
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,15 @@ class Reach:
 
 
 UNLIMITED = Reach()
+Replaced = tuple[Tensor, Tensor]  # tokens that leave the memory, and what they are compressed to
+Compress = Callable[[Tensor, Tensor], Replaced]  # of the memory and the segment after it
+
+
+class Recalled(NamedTuple):
+    """What the tokens of a segment attend to in a layer, besides each other."""
+
+    cached: Read  # [rows, length, hidden], with the features of all ranks
+    replaced: Replaced | None  # if the layer compresses
 
 
 class Seen(NamedTuple):
@@ -81,6 +91,11 @@ class Memory:
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         """Return the same memory in another place."""
         return replace(self, layers=tuple(map(move, self.layers)))
+
+    def recall(self, layer: int, tokens: Tensor, compress: Compress | None, stream: Stream) -> Recalled:
+        """Return what a layer remembers of the text before these tokens, which are its attention input."""
+        cached = stream.remember(self.layers[layer])
+        return Recalled(cached, compress and compress(cached.now, tokens))
 
     def advance(self, seen: Sequence[Seen]) -> Self:
         """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -183,7 +184,8 @@ class Shortformer(nn.Module):
         side = None
         auxiliary: Mapping[str, Tensor] = {}
         if (i := unit.attention) is not None:
-            x, seen, auxiliary, side = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i), stream)
+            recall = partial(memory.recall, i)
+            x, seen, auxiliary, side = self.blocks[i].attend(x, recall, pos, noise and noise.at(i), stream)
         if (i := unit.feed_forward) is not None:
             x, fed = self.blocks[i].feed(x, noise and noise.at(i), stream)
         return _Ran(x, seen, auxiliary, fed, side)

@@ -52,6 +52,21 @@ class Axis:
         dist.all_gather(values, value.contiguous(), group=self.group)
         return values
 
+    def shift(self, value: Tensor) -> Tensor:
+        """Return the value of the rank before this one, which must have the same shape; rank 0 gets the last rank's."""
+        if self.size == 1:
+            return value
+        assert self.group is not None
+        received = torch.empty_like(value, memory_format=torch.contiguous_format)
+        ranks = dist.get_process_group_ranks(self.group)
+        following = ranks[(self.rank + 1) % self.size]
+        previous = ranks[self.rank - 1]
+        sends = dist.P2POp(dist.isend, value.contiguous(), following, self.group)
+        receives = dist.P2POp(dist.irecv, received, previous, self.group)
+        for request in dist.batch_isend_irecv([sends, receives]):
+            request.wait()
+        return received
+
 
 @dataclass(frozen=True)
 class Topology:

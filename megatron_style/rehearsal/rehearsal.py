@@ -7,9 +7,10 @@ cluster is booked. What is not real is listed in `stand_ins.py`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from megatron_style.schedule.blend import sources_of
 from megatron_style.schedule.stages import Stage, StageSchedule, resolve_stage
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SAVINGS: Mapping[str, Any] = {"sequence": True, "recompute": True, "cache": "host"}  # the cheapest first
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,16 @@ def _remedy(setup: Setup, stage: Stage, plannable: float) -> str:
     fitting = largest_micro_rows(setup, stage, plannable)
     if fitting is not None:
         return f"set stages.{stage.index}.micro_rows to {fitting}"
-    if not setup.recompute:
-        return "set parallel.recompute to true"
+    unused = [(key, value) for key, value in _SAVINGS.items() if getattr(setup, key) != value]
+    if setup.tensor == 1:
+        unused.remove(("sequence", True))
+    if not stage.cache_length:
+        unused.remove(("cache", "host"))
+    enough = [
+        (key, value) for key, value in unused if largest_micro_rows(replace(setup, **{key: value}), stage, plannable)
+    ]
+    if settings := enough[:1] or unused:
+        return "set " + " and ".join(f"parallel.{key} to {str(value).lower()}" for key, value in settings)
     return "use more tensor-parallel ranks, a higher ZeRO stage or a smaller data.tokens_per_batch"
 
 

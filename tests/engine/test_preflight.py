@@ -43,6 +43,29 @@ def peaks(run: RunConfig) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"sequence": True, "cache": "host"},
+        pytest.param({}, marks=pytest.mark.sweep),
+        pytest.param({"sequence": True, "recompute": True}, marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_it_knows_what_is_split(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    write_corpus(tmp_path, tokens=40_000)
+    run = tiny_run(
+        stages=[{"segment_length": 32, "steps": 4, "micro_rows": 8}],
+        tokens_per_batch=1024,
+        model=tiny_run().model.as_data() | {"layers": 4, "hidden_size": 64, "heads": 4, "ffn_size": 256},
+        data={"train": str(tmp_path / "train"), "valid": str(tmp_path / "valid"), "vocab_size": VOCAB_SIZE},
+        parallel={"tensor": 2} | parallel,
+    )
+    for rehearsed, stepped in run_ranks(2, peaks, run):
+        assert rehearsed == pytest.approx(stepped, rel=0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, pytest.param(4, marks=pytest.mark.sweep), 16])
 @pytest.mark.parametrize(
     ("zero", "half", "optimizer"),
