@@ -53,15 +53,19 @@ def _accumulate_micro_batch(
 ) -> tuple[LossShare, Memory]:
     """Return a micro-batch's share of the losses, and the memory of its rows for the next step."""
     accumulation = plan.stage.accumulation
-    batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
+    with engine.times.measure("data"):
+        reading = plan.read(data_rank=topology.data.rank, micro=micro)
+        batch = read_batch(corpus.train.tokens, reading, eos=corpus.eos)
     inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
     noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
     seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
-    output = engine.forward(inputs, targets, memory, noise)
+    with engine.times.measure("forward"):
+        output = engine.forward(inputs, targets, memory, noise)
     nll = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
     further = {name: loss / accumulation for name, loss in output.auxiliary.items()}
     loss = nll * topology.data.size + sum(further.values())  # the engine takes the mean over the ranks
-    engine.accumulate(loss, is_last=micro == accumulation - 1, tally=output.tally)
+    with engine.times.measure("backward"):
+        engine.accumulate(loss, is_last=micro == accumulation - 1, tally=output.tally)
     share = LossShare(nll.detach(), {name: loss.detach() for name, loss in further.items()})
     return share, engine.caches.keep(output.memory)

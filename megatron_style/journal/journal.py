@@ -30,9 +30,11 @@ from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
+from megatron_style.parallel.phase_times import PHASES
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -45,6 +47,7 @@ class _Figures(NamedTuple):
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+    spread: Spread | None  # of several ranks
 
 
 class Journal:
@@ -75,6 +78,7 @@ class Journal:
         if self._writes:
             self._open(run, first_step, terminal)
         self._shown = self._totals  # as they were at the last line
+        self._steps = 0  # since then
 
     def _open(self, run: RunConfig, first_step: int, terminal: Terminal | None) -> None:
         """Open all files. Totals resume from the last line, which every step that saves has."""
@@ -149,6 +153,7 @@ class Journal:
         self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
         self._stage_seconds += seconds
+        self._steps += 1
         if show or not update.applied:
             figures = self._read(loss, update)
             if spike := update.spike:
@@ -196,13 +201,18 @@ class Journal:
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
-        """Return the losses over all ranks and the gradient norm, with a single wait for the device."""
+        """Return the losses over all ranks, the gradient norm and the ranks' times, with one wait for the device."""
         data = self._topology.data
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
         values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
-        mean, grad_norm, *auxiliary = torch.stack(values).tolist()
-        return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
+        times = gather_times(self._engine.times.take(), self._steps, self._topology, loss.nll.device)
+        self._steps = 0
+        mean, grad_norm, *read = torch.cat([torch.stack(values), times.flatten()]).tolist()
+        auxiliary = dict(zip(loss.auxiliary, read, strict=False))
+        flat = read[len(auxiliary) :]
+        ranks = [flat[first : first + len(PHASES)] for first in range(0, len(flat), len(PHASES))]
+        return _Figures(mean, grad_norm, auxiliary, spread_of(ranks))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals
@@ -228,9 +238,12 @@ class Journal:
             memory_bytes=memory,
             auxiliary=figures.auxiliary or None,
         )
+        if figures.spread is not None:
+            event = figures.spread.added_to(event)
         self._record(event)
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
+        note += figures.spread.note if figures.spread else ""
         self._console.show(
             ProgressLine(
                 event,
