@@ -82,7 +82,8 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                 losses, spike = look_for_spike(run.optimizer.spike, progress.losses, loss.nll, topology)
                 progress = replace(progress, losses=losses)
                 rate = learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps)
-                update = engine.update(rate, spike=spike)
+                with engine.times.measure("update"):
+                    update = engine.update(rate, spike=spike)
 
                 stage_ends = schedule.closes_stage(step)
                 reason = stop.agreed()

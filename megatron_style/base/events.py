@@ -54,6 +54,10 @@ class TrainEvent:
     memory_bytes: int | None = None
     auxiliary: Mapping[str, float] | None = None
     by_source: Mapping[str, float] | None = None  # the loss of each source of a blend
+    slowest_rank: int | None = None
+    slowest: Mapping[str, float] | None = None  # seconds of a step, by phase
+    fastest_rank: int | None = None
+    fastest: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,12 @@ Event = KnownEvent | UnknownEvent
 KINDS: Mapping[str, type[KnownEvent]] = {
     kind.KIND: kind for kind in (StageEvent, TrainEvent, SpikeEvent, ValidEvent, SampleEvent, StageEndEvent, SaveEvent)
 }
+
+
+def own_seconds(phases: Mapping[str, float]) -> float:
+    """Return the time of the phases in which a rank does not wait for the other data-parallel ranks, except under
+    ZeRO 3: what is longer there makes all others wait in the phases that follow."""
+    return sum(phases.get(phase, 0.0) for phase in ("data", "forward"))
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -32,6 +32,7 @@ from megatron_style.engine.zero_layout import (
 from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
+from megatron_style.parallel.phase_times import PhaseTimes
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
     Fragment,
@@ -94,6 +95,7 @@ class TrainingEngine:
                 mpu=_MpuView(topology),
                 dist_init_required=False,
             )
+        self.times = PhaseTimes(self.device)
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
         self.caches = PLACES[cache](self.device)

@@ -58,19 +58,22 @@ def _accumulate_micro_batch(
 ) -> tuple[LossShare, Memory]:
     """Return a micro-batch's share of the losses, and the memory of its rows for the next step."""
     accumulation = plan.stage.accumulation
-    reading = plan.read(data_rank=topology.data.rank, micro=micro)
-    batch = read_batch([store.tokens for store in corpus.train], reading, eos=corpus.eos)
+    with engine.times.measure("data"):
+        reading = plan.read(data_rank=topology.data.rank, micro=micro)
+        batch = read_batch([store.tokens for store in corpus.train], reading, eos=corpus.eos)
     inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
     noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
     seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
-    output = engine.forward(inputs, targets, memory, noise)
+    with engine.times.measure("forward"):
+        output = engine.forward(inputs, targets, memory, noise)
     nll_BT = output.nll * counted.to(engine.device, non_blocking=True)
     tokens = plan.source_tokens
     nll = nll_BT.sum() / sum(tokens)
     further = {name: loss / accumulation for name, loss in output.auxiliary.items()}
     loss = nll * topology.data.size + sum(further.values())  # the engine takes the mean over the ranks
-    engine.accumulate(loss, is_last=micro == accumulation - 1, tally=output.tally)
+    with engine.times.measure("backward"):
+        engine.accumulate(loss, is_last=micro == accumulation - 1, tally=output.tally)
     by_source = _by_source(nll_BT.detach(), reading.sources, tokens) if len(tokens) > 1 else None
     share = LossShare(nll.detach(), {name: loss.detach() for name, loss in further.items()}, by_source)
     return share, engine.caches.keep(output.memory)

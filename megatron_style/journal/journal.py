@@ -30,9 +30,11 @@ from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
+from megatron_style.parallel.phase_times import PHASES
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -46,6 +48,7 @@ class _Figures(NamedTuple):
     grad_norm: float
     auxiliary: dict[str, float]
     by_source: dict[str, float]  # of a blend
+    spread: Spread | None  # of several ranks
 
 
 class Journal:
@@ -76,6 +79,7 @@ class Journal:
         if self._writes:
             self._open(run, first_step, terminal)
         self._shown = self._totals  # as they were at the last line
+        self._steps = 0  # since then
 
     def _open(self, run: RunConfig, first_step: int, terminal: Terminal | None) -> None:
         """Open all files. Totals resume from the last line, which every step that saves has."""
@@ -153,6 +157,7 @@ class Journal:
         self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
         self._stage_seconds += seconds
+        self._steps += 1
         if show or not update.applied:
             figures = self._read(loss, update)
             if spike := update.spike:
@@ -204,16 +209,21 @@ class Journal:
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
-        """Return the losses over all ranks and the gradient norm, with a single wait for the device."""
+        """Return the losses over all ranks, the gradient norm and the ranks' times, with one wait for the device."""
         data = self._topology.data
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
         values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
         by_source = [] if loss.by_source is None else list(data.sum(loss.by_source).double())
-        mean, grad_norm, *more = torch.stack([*values, *by_source]).tolist()
-        auxiliary = dict(zip(loss.auxiliary, more, strict=False))
-        sources = self._schedule.sources.names if by_source else ()
-        return _Figures(mean, grad_norm, auxiliary, dict(zip(sources, more[len(auxiliary) :], strict=True)))
+        times = gather_times(self._engine.times.take(), self._steps, self._topology, loss.nll.device)
+        self._steps = 0
+        mean, grad_norm, *read = torch.cat([torch.stack([*values, *by_source]), times.flatten()]).tolist()
+        found = iter(read)
+        auxiliary = dict(zip(loss.auxiliary, found, strict=False))
+        sources = dict(zip(self._schedule.sources.names if by_source else (), found, strict=False))
+        flat = list(found)
+        ranks = [flat[first : first + len(PHASES)] for first in range(0, len(flat), len(PHASES))]
+        return _Figures(mean, grad_norm, auxiliary, sources, spread_of(ranks))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals
@@ -240,9 +250,12 @@ class Journal:
             auxiliary=figures.auxiliary or None,
             by_source=figures.by_source or None,
         )
+        if figures.spread is not None:
+            event = figures.spread.added_to(event)
         self._record(event)
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
+        note += figures.spread.note if figures.spread else ""
         self._console.show(
             ProgressLine(
                 event,

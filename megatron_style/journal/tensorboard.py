@@ -57,6 +57,8 @@ _TAGS: Mapping[type[Event], Mapping[str, str]] = {
         "seconds": "speed/seconds",
         "flops": "speed/flops",
         "memory_bytes": "memory/peak_bytes",
+        "slowest_rank": "ranks/slowest",
+        "fastest_rank": "ranks/fastest",
     },
     SpikeEvent: {"loss": "spike/loss", "median": "spike/median"},
     ValidEvent: {"loss": "valid/loss", "perplexity": "valid/perplexity"},
@@ -178,6 +180,8 @@ def scalars_of(event: Event) -> dict[str, float]:
     if isinstance(event, TrainEvent):
         found |= {f"train/auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
         found |= {f"train/loss/{name}": loss for name, loss in (event.by_source or {}).items()}
+        found |= {f"ranks/slowest_{phase}": seconds for phase, seconds in (event.slowest or {}).items()}
+        found |= {f"ranks/fastest_{phase}": seconds for phase, seconds in (event.fastest or {}).items()}
     if isinstance(event, ValidEvent):
         bands = enumerate(event.by_position or (), start=1)
         found |= {f"valid_by_position/{band:02d}": loss for band, loss in bands}

@@ -98,6 +98,15 @@ def by_position(runs: Sequence[RunHistory]) -> Chart | None:
     )  # fmt: skip
 
 
+def rank_times(runs: Sequence[RunHistory], along: Along) -> Chart | None:
+    """Return the chart of the slowest and the fastest rank's own work per step, of runs with several ranks."""
+    slowest = _lines(runs, along, "slowest", lambda run: [(at, slow.seconds) for at, slow, _ in run.rank_times])
+    fastest = _lines(runs, along, "fastest", lambda run: [(at, fast.seconds) for at, _, fast in run.rank_times])
+    lines = slowest + fastest
+    title = "Own work of a rank, seconds per step"
+    return _chart("ranks", title, along, lines, _upwards(_range(lines, positive=True), TIME), bands=(), height=120)
+
+
 def speeds(runs: Sequence[RunHistory]) -> tuple[BarChart, ...]:
     """Return the charts of each stage's speed and memory, where stages of the same segment length form a group."""
     charts = (

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.events import SampleEvent, SaveEvent, StageEvent, TrainEvent, ValidEvent, read_events
+from megatron_style.base.events import (
+    SampleEvent,
+    SaveEvent,
+    StageEvent,
+    TrainEvent,
+    ValidEvent,
+    own_seconds,
+    read_events,
+)
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
@@ -39,6 +47,14 @@ class StageOpening:
 
 
 @dataclass(frozen=True)
+class RankTime:
+    """The seconds of a rank's own work per step, without waiting for others."""
+
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Trained:
     at: Place
     loss: float | None
@@ -48,6 +64,8 @@ class Trained:
     stage_seconds: float | None
     memory_bytes: float | None
     by_source: Mapping[str, float]  # losses of the sources of a blend
+    slowest: RankTime | None = None
+    fastest: RankTime | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -99,6 +117,13 @@ class RunHistory:
     def text_digest(self) -> str:
         """Return the digest of the text of its last validation; empty if it was not recorded."""
         return self.held_out[-1].text_digest if self.held_out else ""
+
+    @property
+    def rank_times(self) -> tuple[tuple[Place, RankTime, RankTime], ...]:
+        """Return the slowest and the fastest rank, where they were recorded."""
+        return tuple(
+            (event.at, event.slowest, event.fastest) for event in self.trained if event.slowest and event.fastest
+        )
 
     @property
     def end(self) -> Place:
@@ -212,7 +237,14 @@ def _trained(event: TrainEvent) -> Trained:
         stage_seconds=_drawable(event.stage_seconds),
         memory_bytes=_finite(event.memory_bytes),
         by_source={name: _drawable(loss) or 0.0 for name, loss in (event.by_source or {}).items()},
+        slowest=_rank_time(event.slowest_rank, event.slowest),
+        fastest=_rank_time(event.fastest_rank, event.fastest),
     )
+
+
+def _rank_time(rank: int | None, phases: Mapping[str, float] | None) -> RankTime | None:
+    seconds = None if phases is None else _finite(own_seconds(phases))
+    return None if rank is None or seconds is None else RankTime(rank, seconds)
 
 
 def _held_out(event: ValidEvent) -> HeldOut:
