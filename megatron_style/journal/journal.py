@@ -34,7 +34,6 @@ from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
-from megatron_style.parallel.phase_times import PHASES
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -47,6 +46,7 @@ class _Figures(NamedTuple):
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+    by_source: dict[str, float]  # of a blend
     spread: Spread | None  # of several ranks
 
 
@@ -103,6 +103,9 @@ class Journal:
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+        if run.data.is_blend:
+            for stage in self._schedule.stages_from(first_step):
+                self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
     def preflight(self, stage: Stage, peak: int) -> None:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
@@ -182,7 +185,8 @@ class Journal:
         for event in found:
             self._record(replace(event, step=step, tokens=self._schedule.tokens_before(step)))
 
-    def held_out(self, step: int, found: HeldOut) -> None:
+    def held_out(self, step: int, found: HeldOut, name: str = "", *, is_main: bool = True) -> None:
+        """Record an evaluation. A text has a name if data.valid has."""
         totals = self._totals
         self._record(
             ValidEvent(
@@ -194,11 +198,14 @@ class Journal:
                 flops=totals.flops,
                 by_position=tuple(found.by_position),
                 text_digest=found.text_digest,
+                name=name or None,
+                is_main=is_main if name else None,
             )
         )
         if found.text:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
-        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
+        text = f" of {name}" if name else ""
+        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
         """Return the losses over all ranks, the gradient norm and the ranks' times, with one wait for the device."""
@@ -206,13 +213,15 @@ class Journal:
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
         values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
+        by_source = [] if loss.by_source is None else list(data.sum(loss.by_source).double())
         times = gather_times(self._engine.times.take(), self._steps, self._topology, loss.nll.device)
         self._steps = 0
-        mean, grad_norm, *read = torch.cat([torch.stack(values), times.flatten()]).tolist()
-        auxiliary = dict(zip(loss.auxiliary, read, strict=False))
-        flat = read[len(auxiliary) :]
-        ranks = [flat[first : first + len(PHASES)] for first in range(0, len(flat), len(PHASES))]
-        return _Figures(mean, grad_norm, auxiliary, spread_of(ranks))
+        mean, grad_norm, *more = torch.stack([*values, *by_source, *times.flatten()]).tolist()
+        auxiliary = dict(zip(loss.auxiliary, more, strict=False))
+        sources = self._schedule.sources.names if by_source else ()
+        del more[: len(auxiliary)]
+        losses = dict(zip(sources, more, strict=False))
+        return _Figures(mean, grad_norm, auxiliary, losses, spread_of(more[len(losses) :]))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals
@@ -237,6 +246,7 @@ class Journal:
             flops_per_second=speed,
             memory_bytes=memory,
             auxiliary=figures.auxiliary or None,
+            by_source=figures.by_source or None,
         )
         if figures.spread is not None:
             event = figures.spread.added_to(event)

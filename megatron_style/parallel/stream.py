@@ -31,25 +31,26 @@ from megatron_style.parallel.topology import Axis
 
 
 class Again:
-    """Gathers a tensor again in the backward pass: once for all layers that have read it, and none of them keeps it."""
+    """Gathers a tensor again in the backward pass: once for all layers that have read it, and none of them keeps it.
+    After that the rank's own share is free, too, even if the graph lives on."""
 
     def __init__(self, gather: Callable[[], Tensor]) -> None:
-        self._gather = gather
-        self._readers = 0
-        self._left = 0
+        self._gather: Callable[[], Tensor] | None = gather
         self._gathered: Tensor | None = None
+        self._readers = 0
 
     def will_read(self) -> None:
         self._readers += 1
 
     def read(self) -> Tensor:
+        assert self._gather is not None, "the backward pass runs once"
         if self._gathered is None:
             self._gathered = self._gather()
-            self._left = self._readers
         found = self._gathered
-        self._left -= 1
-        if self._left == 0:
+        self._readers -= 1
+        if self._readers == 0:
             self._gathered = None
+            self._gather = None
         return found
 
 

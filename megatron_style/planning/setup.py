@@ -68,8 +68,8 @@ class Sharding:
 class Kernels:
     """What torch's kernels keep; the defaults are those of GPUs."""
 
-    fused_attention: bool = True  # never holds the matrix of tokens x tokens; on CPUs only without dropout
-    byte_masks: bool = True  # torch's own dropout keeps a byte per element; on CPUs, as many as the element has
+    fused_attention: bool = True  # never holds the matrix of tokens x tokens
+    byte_masks: bool = True  # of torch's plain attention; on CPUs, four bytes per element
     bytes_kept_per_score: int = _FLOAT  # logits are in full precision, whatever the weights are in
     bytes_needed_per_score: int = 0  # extra bytes at the peak; 0, because the gradient reuses the logits' memory
 

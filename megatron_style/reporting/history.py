@@ -63,6 +63,7 @@ class Trained:
     tokens_per_second: float | None
     stage_seconds: float | None
     memory_bytes: float | None
+    by_source: Mapping[str, float]  # losses of the sources of a blend
     slowest: RankTime | None = None
     fastest: RankTime | None = None
 
@@ -78,6 +79,7 @@ class HeldOut:
     perplexity: float | None
     by_position: tuple[float, ...]
     text_digest: str = ""  # of what the loss was measured on; empty: not recorded
+    name: str = ""  # of the text, if it has one
 
     @property
     def is_finite(self) -> bool:
@@ -106,8 +108,9 @@ class RunHistory:
     settings: tuple[tuple[str, str], ...]  # the run file, one value per key: ("model.layers", "4")
     stages: tuple[StageOpening, ...]
     trained: tuple[Trained, ...]
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[HeldOut, ...]  # on the main text
     samples: tuple[Sample, ...]
+    named: tuple[HeldOut, ...] = ()  # on all texts that have a name
     saves: tuple[Save, ...] = ()
 
     @property
@@ -151,6 +154,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
     trained = _Thinned(every=-(-_count_lines(metrics) // _MOST_TRAINED))
     held_out: list[HeldOut] = []
     samples: list[Sample] = []
+    named: list[HeldOut] = []
     saves: list[Save] = []
     for event in read_events(metrics):
         match event:
@@ -160,7 +164,9 @@ def read_run(name: str, folder: Path) -> RunHistory:
             case TrainEvent():
                 trained.add(_trained(event))
             case ValidEvent():
-                held_out.append(_held_out(event))
+                found = _held_out(event)
+                held_out += [found] if event.is_main is not False else []
+                named += [found] if found.name else []
             case SampleEvent():
                 samples.append(_sample(event))
             case SaveEvent():
@@ -174,6 +180,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
         trained=tuple(trained.kept),
         held_out=tuple(held_out),
         samples=tuple(samples),
+        named=tuple(named),
         saves=tuple(saves),
     )
 
@@ -229,6 +236,7 @@ def _trained(event: TrainEvent) -> Trained:
         tokens_per_second=_drawable(event.tokens_per_second),
         stage_seconds=_drawable(event.stage_seconds),
         memory_bytes=_finite(event.memory_bytes),
+        by_source={name: _drawable(loss) or 0.0 for name, loss in (event.by_source or {}).items()},
         slowest=_rank_time(event.slowest_rank, event.slowest),
         fastest=_rank_time(event.fastest_rank, event.fastest),
     )
@@ -243,7 +251,7 @@ def _held_out(event: ValidEvent) -> HeldOut:
     loss = _drawable(event.loss)
     perplexity = _perplexity(loss) if event.perplexity is None else _drawable(event.perplexity)
     by_position = tuple(_drawable(band) or 0.0 for band in event.by_position or ())
-    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "")
+    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "", event.name or "")
 
 
 def _sample(event: SampleEvent) -> Sample:

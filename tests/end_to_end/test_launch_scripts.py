@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
-from tests.support.observed import listening_while
 from tests.support.small_run import losses, write_small_run
 
 SCRIPTS = ["local.sh", "multi_node.sh", "mpi.sh", "torchrun.sh", "slurm.sbatch"]
@@ -82,21 +81,6 @@ def test_each_launcher_trains_what_one_process_trains(case: str, tmp_path: Path,
     np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param("local", marks=pytest.mark.sweep), "torchrun", "mpirun"])
-def test_one_machine_listens_on_loopback_only(case: str, tmp_path: Path) -> None:
-    """mpirun's own process is Open MPI's matter, so only its ranks are looked at. For local.sh, see tests/cluster."""
-    name, variables, _ = CASES[case]
-    hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=2\n")
-    before = [str(hosts)] if name in TAKE_A_HOSTFILE else []
-    command = ["bash", str(LAUNCH / name), *before, str(write_small_run(tmp_path, ranks=2))]
-    seen = listening_while(command, script_environment(**variables), tmp_path)
-    assert seen.listening["rank"] == {"127.0.0.1"}
-    if case != "mpirun":
-        assert seen.listening.get("launcher", set()) <= {"127.0.0.1"}
-
-
 def test_slurm_directives_are_what_they_should_be() -> None:
     """Slurm ignores directives after the first command, silently."""
     head, _, body = (LAUNCH / "slurm.sbatch").read_text().partition("set -euo pipefail")
@@ -105,13 +89,6 @@ def test_slurm_directives_are_what_they_should_be() -> None:
     assert given["signal"] == "USR1@300"  # train saves on it; without B: it goes to the processes, not to the script
     assert "requeue" in given
     assert "#SBATCH" not in body
-
-
-@pytest.mark.slow
-def test_a_slurm_job_whose_time_is_over_is_queued_again(tmp_path: Path) -> None:
-    result = script("slurm.sbatch", write_small_run(tmp_path, ranks=2), "--set", "output.stop_after=0s", **SLURM)
-    assert result.returncode == 75, result.stderr
-    assert "scontrol requeue 7" in result.stderr
 
 
 def kubernetes() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""TERM, USR1 and Ctrl-C to the process that started a run: it saves, exits with 75, and no process remains."""
+"""TERM, USR1 and Ctrl-C to the process that started a run: it saves, exits with 75, and no process remains.
+
+Until then the run listens on loopback only."""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 
 from megatron_style.supervision.record import RankRecord, read_records, read_status, saved_step
 from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
+from tests.support.observed import listening
 from tests.support.small_run import write_small_run
 
 pytestmark = pytest.mark.slow
@@ -28,6 +31,7 @@ SCRIPTS: dict[str, dict[str, str]] = {
     "slurm.sbatch over deepspeed": SLURM | {"VIA": "deepspeed"},
 }
 ASKED = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "INT": signal.SIGINT}
+ON_SEVERAL_HOSTS = {"slurm.sbatch", "slurm.sbatch over deepspeed"}  # by what the stand-ins of Slurm say
 IN_THE_SUITE = {("local.sh", "TERM"), ("torchrun.sh", "INT"), ("mpi.sh", "USR1"), ("slurm.sbatch", "TERM")}
 CASES = [
     pytest.param(name, number, id=f"{name}-{number}", marks=() if (name, number) in IN_THE_SUITE else pytest.mark.sweep)
@@ -69,11 +73,14 @@ def told(folder: Path) -> str:
     return (folder / "told").read_text()
 
 
-def training(folder: Path, process: subprocess.Popen[bytes], ranks: int) -> list[RankRecord]:
+def training(
+    folder: Path, process: subprocess.Popen[bytes], ranks: int, observe: Callable[[int], None] = lambda _: None
+) -> list[RankRecord]:
     """Return the ranks of a run that has saved its first stage and trains in the second."""
     until = time.monotonic() + 120
     while time.monotonic() < until:
         assert process.poll() is None, told(folder)
+        observe(process.pid)
         found = records(folder)
         if len(found) == ranks and all(record.phase == "training" and record.step > 2 for record in found):
             return found
@@ -91,12 +98,23 @@ def expect_saved(folder: Path, ranks: list[RankRecord]) -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), CASES)
-def test_a_script_hands_a_signal_to_the_run(tmp_path: Path, name: str, number: str) -> None:
+def test_a_script_listens_on_loopback_and_hands_a_signal_to_the_run(tmp_path: Path, name: str, number: str) -> None:
+    sockets: set[tuple[str, str]] = set()
     with started(tmp_path, name) as process:
-        ranks = training(tmp_path, process, 2)
+        ranks = training(tmp_path, process, 2, observe=lambda pid: sockets.update(listening(pid)))
         process.send_signal(ASKED[number])
         assert process.wait(120) == 75, told(tmp_path)
         expect_saved(tmp_path, ranks)
+    if name not in ON_SEVERAL_HOSTS:
+        expect_loopback(sockets, name)
+    assert ("scontrol requeue 7" in told(tmp_path)) is (name in ON_SEVERAL_HOSTS)
+
+
+def expect_loopback(sockets: set[tuple[str, str]], name: str) -> None:
+    """mpirun's own process is Open MPI's matter. For local.sh on a host of a network, see tests/cluster."""
+    assert ("rank", "127.0.0.1") in sockets
+    ours = sockets if name != "mpi.sh" else {(program, ip) for program, ip in sockets if program == "rank"}
+    assert {ip for _, ip in ours} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("name", ["local.sh", *(pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPTS)])

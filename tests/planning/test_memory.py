@@ -152,7 +152,8 @@ def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryEsti
     run = run_of(case, folder)
     measured = measure_step(case.data * case.tensor, run)
     facts, stage = text_facts(run), resolve_stage(run, 0)
-    on_cpu = Kernels(fused_attention=not run.model.dropout.attention, byte_masks=False)
+    is_plain = run.model.routing is not None and run.model.dropout.attention > 0  # no kernel for it drops on a CPU
+    on_cpu = Kernels(fused_attention=not is_plain, byte_masks=False)
     sharding = sharding_of(run, read_ds_file(run.deepspeed))
     setup = setup_of(run, facts, sharding, gpus=case.data * case.tensor)
     return measured, estimate_memory(replace(setup, kernels=on_cpu), stage)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  what every engine imports, once before ranks are forked
 import torch
+import torch.distributed as dist
 
 from megatron_style.config.run import RunConfig
 from megatron_style.data.batch import read_batch
@@ -33,14 +35,16 @@ class Measured:
 
 
 def measure_step(world: int, run: RunConfig, *, rank: int = 0) -> Measured:
-    measured: Measured = run_ranks(world, _measure, run)[rank]
+    measured: Measured = run_ranks(world, _measure, run, rank)[rank]
     return measured
 
 
-def _measure(run: RunConfig) -> Measured:
-    with LiveBytes() as live, distributed_session(tensor=run.parallel.tensor) as topology:
+def _measure(run: RunConfig, rank: int) -> Measured:
+    live = LiveBytes()
+    meter = live if dist.get_rank() == rank else nullcontext()  # it doubles the time of a step
+    with meter, distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         caches: tuple[Memory, ...] = ()
         for step in range(3):  # the first ones fill the caches and create the optimizer states
@@ -57,7 +61,7 @@ def _micro_batches(
     live: LiveBytes, engine: TrainingEngine, corpus: Corpus, plan: StepPlan, cache: Memory, topology: Topology
 ) -> tuple[int, int]:
     """Return the bytes alive before a micro-batch that adds to existing gradients, and its peak above them."""
-    batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)
+    batch = read_batch([corpus.train[0].tokens], plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)
     inputs = torch.from_numpy(batch.inputs)
     targets = torch.from_numpy(batch.targets)
     base = made = 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -12,38 +9,18 @@ import psutil  # type: ignore[import-untyped]
 RANK_VARIABLES = {"RANK", "OMPI_COMM_WORLD_RANK"}
 
 
-@dataclass
-class Observed:
-    """The output and the listening sockets of a process and its descendants."""
-
-    told: str = ""  # standard output and standard error
-    listening: dict[str, set[str]] = field(default_factory=dict)  # addresses, by the program's name
-
-
-def listening_while(command: list[str], environment: dict[str, str], folder: Path) -> Observed:
-    """Run the command to its end, polling often enough to see every socket that is open for a second."""
-    seen = Observed()
-    with (folder / "told").open("w+") as told:
-        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told)
-        while process.poll() is None:
-            _note_sockets(psutil.Process(process.pid), seen)
-            time.sleep(0.1)
-        told.seek(0)
-        seen.told = told.read()
-    assert process.returncode == 0, seen.told
-    return seen
-
-
-def _note_sockets(top: psutil.Process, seen: Observed) -> None:
+def listening(pid: int) -> set[tuple[str, str]]:
+    """Return the program (rank or launcher) and the address of each socket on which it or a descendant listens."""
+    top = psutil.Process(pid)
+    found = set()
     for process in [top, *top.children(recursive=True)]:
         try:
             sockets = process.net_connections(kind="tcp")
             program = "rank" if RANK_VARIABLES & process.environ().keys() else "launcher"
         except psutil.Error:  # it has ended meanwhile
             continue
-        for socket in sockets:
-            if socket.status == psutil.CONN_LISTEN:
-                seen.listening.setdefault(program, set()).add(socket.laddr.ip)
+        found |= {(program, socket.laddr.ip) for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    return found
 
 
 def shown_to_everybody() -> list[str]:

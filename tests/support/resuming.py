@@ -66,7 +66,8 @@ def make_run(
         },
         optimizer={"name": "nag", "clip_norm": 0.5, "learning_rate": {"peak": 0.3, "warmup_steps": 3}}
         | more.pop("optimizer", {}),
-        parallel={"tensor": tensor, "recompute": recompute, "micro_tokens": more.pop("micro_tokens", 48)},
+        parallel={"tensor": tensor, "recompute": recompute, "micro_tokens": more.pop("micro_tokens", 48)}
+        | more.pop("parallel", {}),
         output=output | more.pop("output", {}),
         deepspeed=str(
             write_ds_config(

@@ -38,9 +38,8 @@ class Attention:
         batch = self.batch
         vectors = batch.own_tokens  # the block's input
         vectors += self._kept_of_segment + self._kept_of_memory
-        vectors += batch.own_tokens if batch.model.dropout.hidden else 0  # a mask
         norm = 2 * batch.own_tokens * FLOAT
-        return vectors * batch.vector_bytes + norm + self._kept_by_kernel
+        return vectors * batch.vector_bytes + batch.hidden_mask + norm + self._kept_by_kernel
 
     @property
     def needed(self) -> float:
@@ -141,7 +140,7 @@ class Attention:
         if self.is_fused:
             return inputs * batch.element_bytes + mixed + queries * FLOAT  # one sum per query
         # torch's plain kernel computes in full precision.
-        dropped = FLOAT + batch.mask_bytes(FLOAT) if batch.model.dropout.attention else 0
+        dropped = FLOAT + batch.plain_mask_bytes if batch.model.dropout.attention else 0
         S = batch.stage.segment_length + batch.remembered
         return inputs * FLOAT + mixed + queries * S * (FLOAT + dropped)
 

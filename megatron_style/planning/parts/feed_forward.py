@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts.micro_batch import FLOAT, MicroBatch, Sent
+from megatron_style.planning.parts.micro_batch import FLOAT, MASK, MicroBatch, Sent
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,11 @@ class FeedForward:
         batch = self.batch
         is_gathered = batch.is_split and not batch.recalls
         vectors = batch.own_tokens + (batch.tokens if is_gathered else batch.own_tokens)  # before and after the norm
-        vectors += batch.own_tokens if batch.model.dropout.hidden else 0  # a mask
         norm = 2 * batch.own_tokens * FLOAT
         inner = batch.element_bytes
         if batch.model.dropout.activation:
-            inner = 2 * batch.element_bytes + batch.mask_bytes(batch.element_bytes)  # before, after, and the mask
-        return vectors * batch.vector_bytes + norm + batch.tokens * self._inner_size * inner
+            inner = 2 * batch.element_bytes + MASK  # before and after
+        return vectors * batch.vector_bytes + batch.hidden_mask + norm + batch.tokens * self._inner_size * inner
 
     @property
     def needed(self) -> float:

@@ -11,6 +11,7 @@ from megatron_style.schedule.stages import Stage
 PASSES = 3  # for each product of forward, backward computes two: the gradients of the input and of the weight
 FLOAT = 4  # bytes
 LONG = 8  # bytes
+MASK = 1  # bytes per element that may be dropped
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,15 @@ class MicroBatch:
         """Return the bytes of the vectors between two blocks."""
         return self.own_tokens * self.vector_bytes
 
-    def mask_bytes(self, masked: int) -> int:
-        """Return the bytes per element of a mask that torch's own dropout keeps."""
-        return 1 if self.setup.kernels.byte_masks else masked
+    @property
+    def hidden_mask(self) -> float:
+        """Return the bytes of a mask of vectors between layers, if any of them are dropped."""
+        return self.own_tokens * self.model.hidden_size * MASK if self.model.dropout.hidden else 0
+
+    @property
+    def plain_mask_bytes(self) -> int:
+        """Return the bytes per element of the mask that torch's plain attention keeps."""
+        return MASK if self.setup.kernels.byte_masks else FLOAT
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts.micro_batch import FLOAT, LONG, MicroBatch, Sent
+from megatron_style.planning.parts.micro_batch import FLOAT, LONG, MASK, MicroBatch, Sent
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Vocabulary:
     @property
     def kept_by_embedding(self) -> float:
         batch = self.batch
-        # The vectors this rank has looked up, and the mask.
-        vectors = batch.tokens / batch.setup.tensor + (batch.own_tokens if batch.model.dropout.hidden else 0)
-        elements = vectors * batch.model.hidden_size + self._narrow_elements
-        return elements * batch.element_bytes + 4 * batch.tokens * LONG  # where each token is, here and in the loss
+        looked_up = batch.tokens / batch.setup.tensor * batch.model.hidden_size
+        elements = looked_up + self._narrow_elements
+        return (
+            elements * batch.element_bytes + batch.hidden_mask + 4 * batch.tokens * LONG
+        )  # where each token is, here and in the loss
 
     @property
     def kept(self) -> float:
@@ -64,7 +65,8 @@ class Vocabulary:
     @property
     def _scored(self) -> int:
         """Return the bytes of the vectors that are scored, and of their mask."""
-        return self.batch.tokens * self.batch.vector_bytes * (1 + self._drops)
+        mask = self.batch.model.hidden_size * MASK * self._drops
+        return self.batch.tokens * (self.batch.vector_bytes + mask)
 
     @property
     def _scores(self) -> tuple[float, ...]:
@@ -128,6 +130,7 @@ class AdaptiveVocabulary(Vocabulary):
         head, *tails = super()._kept_by_bands
         kept = [head]
         for band, share, scores in zip(setup.bands[1:], setup.band_shares[1:], tails, strict=True):
-            inputs = setup.model.hidden_size + band.width * (1 + self._drops)
-            kept.append(self.batch.tokens * share * inputs * self.batch.element_bytes + scores)
+            inputs = (setup.model.hidden_size + band.width) * self.batch.element_bytes
+            mask = band.width * MASK * self._drops
+            kept.append(self.batch.tokens * share * (inputs + mask) + scores)
         return tuple(kept)
