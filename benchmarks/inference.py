@@ -3,8 +3,9 @@
     python benchmarks/inference.py [--layers 6] [--hidden 512] [--length 512] [--rounds 20] [--json]
 
 On this machine's CPU, with torch's default number of threads. The two sides of a ratio take turns, so that other work
-on the machine slows both; a ratio is the median of its rounds. Batching of windows is measured with the model and with
-a tiny one: it saves calls, not arithmetic, and one window of a larger model already keeps a CPU busy.
+on the machine slows both; a ratio is the median of its rounds. Batching of windows, and of consecutive segments in a
+walk with a cache, is measured with the model and with a tiny one: it saves calls, not arithmetic, and one window of a
+larger model already keeps a CPU busy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.inference.decoder import Decoder
+from megatron_style.inference.scoring.modes import MODES
 from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.reader import Reader
 from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.model.vocabulary import AdaptiveVocabulary
@@ -139,6 +142,21 @@ def batching(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
     return compare(f"sliding, {name}: batch 1 / {rows}", alone, together, rounds, least=3)
 
 
+def walking(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
+    """Compare the walk of one row with the one that reads many segments at once, as evaluation during training does."""
+    text = text_of(WINDOW * (1 + 2 * rows)).numpy()
+    protocol = Protocol("cached", WINDOW, WINDOW, batch_rows=rows)
+    reader = Reader(model, text, eos=2)
+
+    def one_row() -> int:
+        return sum(len(part.nll) for part in MODES["cached"].read(reader, protocol, [range(len(text))]))
+
+    def together() -> int:
+        return len(score(model, text, protocol, eos=2).nll)
+
+    return compare(f"walk, {name}: 1 row / {rows}", one_row, together, rounds, least=3)
+
+
 @torch.no_grad()
 def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Result]:
     model = make_model(layers, hidden)
@@ -156,7 +174,10 @@ def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Resu
     segments = evaluation(model, Protocol("nonoverlapping", WINDOW, batch_rows=16), 32)
     yield compare("nonoverlapping / forward pass", segments, forward_pass(model, 16), fewer, most=1.15)
     yield batching(f"{layers} x {hidden}", model, 8, fewer)
-    yield batching("2 x 32", make_model(2, 32, frequent=500), 32, fewer)
+    tiny = make_model(2, 32, frequent=500)
+    yield batching("2 x 32", tiny, 32, fewer)
+    yield walking(f"{layers} x {hidden}", model, 32, fewer)
+    yield walking("2 x 32", tiny, 32, fewer)
 
 
 def main() -> None:

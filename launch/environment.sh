@@ -10,10 +10,10 @@ install_requirements() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { echo "error: $python is $("$python" --version 2>&1); set PYTHON to Python 3.11 or newer" >&2; return 2; }
     [ -x .venv/bin/pip ] || "$python" -m venv .venv
-    stamp=".venv/$(cat requirements.txt requirements-neighbours.txt "$file" | sha256sum | cut -c 1-16).installed"
+    stamp=".venv/$(cat constraints.txt requirements.txt requirements-neighbours.txt "$file" | sha256sum | cut -c 1-16).installed"
     [ -e "$stamp" ] && return
     echo "Installing $file into .venv (once; a minute or two) ..." >&2
-    pip install --quiet --disable-pip-version-check --requirement "$file"
+    pip install --quiet --disable-pip-version-check --requirement "$file" --constraint constraints.txt
     touch "$stamp"
 }
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from megatron_style.base.command import CONSOLE_COMMAND, run_command
+from megatron_style.base.command import CONSOLE_COMMAND, run_command, say
 from megatron_style.base.errors import UserError
-from megatron_style.config.train_arguments import parse_train_arguments
+from megatron_style.config.train_arguments import TrainArguments, parse_train_arguments
 from megatron_style.supervision.signals import StopSignals, leave_early
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -66,15 +66,18 @@ def start(name: str) -> NoReturn:
 def _start_training() -> NoReturn:
     """Read flags and run file and install signal handlers before the imports, which take seconds: what is wrong is
     reported at once, and no signal is lost meanwhile."""
-    run_file, settings = parse_train_arguments()
+    arguments = parse_train_arguments()
     signals = StopSignals(react=leave_early)
-    run_command(lambda: _train(run_file, settings, signals))
+    run_command(lambda: _train(arguments, signals))
 
 
-def _train(run_file: Path, settings: Sequence[str], signals: StopSignals) -> None:
-    from megatron_style.config.run import load_run  # imports pydantic, for which a wrong flag need not wait
+def _train(arguments: TrainArguments, signals: StopSignals) -> None:
+    from megatron_style.config.run import load_run, run_text  # imports pydantic, for which a wrong flag need not wait
 
-    run = load_run(run_file, settings)
+    run = load_run(arguments.run_file, arguments.settings)
+    if arguments.print_config:
+        say(run_text(run))
+        return
     import_module("megatron_style.train").train(run, signals)
 
 

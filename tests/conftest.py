@@ -3,7 +3,9 @@ a busy machine would exceed it."""
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -20,6 +22,13 @@ settings.load_profile("suite")
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # else each collection of garbage, in each forked rank too, visits all that the tests have imported
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the records of stores in read-only folders out of the user's cache."""
+    with patch("megatron_style.data.inspection.DEFAULT_CACHE", tmp_path_factory.mktemp("cache")):
+        yield
 
 
 @pytest.fixture

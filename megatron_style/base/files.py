@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+DEFAULT_CACHE = Path("~/.cache/megatron_style")  # of the user: downloads, and records of stores in read-only folders
+
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:

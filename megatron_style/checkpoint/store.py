@@ -1,56 +1,44 @@
 """The checkpoints of a run: everything it needs to resume as if it had never stopped.
 
-`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each data-parallel rank,
-`centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written under another name, flushed to
-disk, given its manifest, and renamed when all ranks are done; `latest` is updated last. A kill at any moment thus
-leaves the earlier checkpoints as they were.
+`checkpoints/global_stepN/` is DeepSpeed's layout plus `caches_*.safetensors`, one for each rank (none if
+`output.save_caches` is false), `centroids.safetensors` of a routing model, and `manifest.json`. A checkpoint is written
+under another name, flushed to disk, given its manifest, and renamed when all ranks are done; `latest` is updated last.
+A kill at any moment thus leaves the earlier checkpoints as they were.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+import time
+from collections.abc import Iterable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Self
 
-import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatron_style.base.command import log
-from megatron_style.base.errors import RunFailed, UserError
-from megatron_style.base.files import atomic_file, sync
-from megatron_style.base.run_folder import RunFolder, checkpoint_name, step_of
+from megatron_style.base.errors import Diverged, RunFailed, UserError
+from megatron_style.base.events import SaveEvent
+from megatron_style.base.run_folder import checkpoint_name
+from megatron_style.checkpoint.caches import read_caches, write_caches
+from megatron_style.checkpoint.draft import Draft, explained
+from megatron_style.checkpoint.folder import CheckpointFolder
 from megatron_style.checkpoint.logical import BUFFERS, LogicalReader, file_of
-from megatron_style.checkpoint.manifest import (
-    FILE,
-    Damaged,
-    Manifest,
-    check_file,
-    digest_of,
-    gap,
-    optimizer_name,
-    read_manifest,
-)
+from megatron_style.checkpoint.manifest import Damaged, Manifest, check_file, optimizer_name, read_manifest
 from megatron_style.checkpoint.origin import Origin, Progress, check_same_model
-from megatron_style.checkpoint.proof import difference
-from megatron_style.config.model import ModelConfig
+from megatron_style.checkpoint.proof import compared, take_fingerprints
+from megatron_style.checkpoint.rank_files import Background, HostBuffer, RankFiles
 from megatron_style.config.run import RunConfig
 from megatron_style.config.section import differences
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.model.memory import Memory, memory_of
 from megatron_style.parallel.collectives import gather_json
-from megatron_style.parallel.sharding import Fragment, layouts_of
+from megatron_style.parallel.sharding import layouts_of
 from megatron_style.parallel.topology import Topology
-from megatron_style.schedule.stages import Stage, StageSchedule
+from megatron_style.schedule.stages import StageSchedule
 
-_ASIDE = ".partial"
-_REMOVED = ".removed"
 _MOVES = ("output.path:", "deepspeed:")  # paths; the content of the ds_config is compared
 
 
@@ -58,24 +46,32 @@ class CheckpointStore:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
         self._run = run
         self._topology = topology
-        self._run_folder = RunFolder(run.output.path)
-        self._folder = self._run_folder.checkpoints
-        self._damaged: set[int] = set()  # steps whose checkpoints were skipped, and not written again since
+        self._folder = CheckpointFolder(run.output)
+        self._buffers: dict[str, HostBuffer] = {}  # of the files of this rank, from save to save
+        self._background: Background[float] = Background()
+        self._begun = (0, 0.0)  # step and stall of the save in the background
+        self._saved: list[SaveEvent] = []
+        self._proven = False  # true after the first save
+        # The heartbeat notices a lost rank; a slow disk is no reason to give up.
+        timeout = timedelta(days=7)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if run.output.save_async else None
 
     def newest(self) -> Origin | None:
         """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are logged and skipped."""
         steps = sorted(self._steps(), reverse=True)
         for step in steps:
-            folder = self._run_folder.checkpoint(step)
+            folder = self._folder.checkpoint(step)
             problem = self._problem_with(folder)
             if problem is None:
                 manifest = read_manifest(folder)
                 return Origin(self._history(manifest), partial(self.restore, folder, manifest))
-            self._damaged.add(step)
+            self._folder.damaged.add(step)
             if self._topology.is_first:
                 log(f"warning: {folder} is passed over: {problem}")
         if steps:
-            raise UserError(f"{self._folder}: none of its checkpoints is complete; remove them to restart at step 0")
+            raise UserError(
+                f"{self._folder.path}: none of its checkpoints is complete; remove them to restart at step 0"
+            )
         return None
 
     def _history(self, manifest: Manifest) -> tuple[tuple[int, int], ...]:
@@ -92,6 +88,7 @@ class CheckpointStore:
         before = RunConfig.parse(manifest.run, source=str(folder))
         check_same_model(before.model.as_data(), manifest.vocab_size, engine, folder)
         _check_same_optimizer(manifest, self._run, folder)
+        _check_same_sources(before, self._run, folder)
         if not schedule.is_at(manifest.step, manifest.place):
             raise UserError(
                 f"{folder}: stages or data have changed, so resuming at step {manifest.step} would skip or repeat "
@@ -105,7 +102,7 @@ class CheckpointStore:
         engine.load_buffers(reader.weight)
         engine.resume(reader.counters())
         self._log_changes(manifest, before)
-        caches = self._read_caches(folder, manifest, engine, schedule)
+        caches = read_caches(folder, manifest, engine, schedule, self._topology)
         return Progress(manifest.step, caches, manifest.sound, manifest.losses)
 
     def _log_changes(self, manifest: Manifest, before: RunConfig) -> None:
@@ -125,75 +122,80 @@ class CheckpointStore:
         return all(gather_json(is_same))
 
     def save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
+        """Save the state of the run; with output.save_async, copy it, and write it while training continues. Raise what
+        went wrong with the save before: at most one is in flight."""
+        begin = time.monotonic()
+        self._wait()
+        with explained(progress.step, self._folder):
+            draft = self._draft(engine, progress, schedule)
+        complete = partial(self._complete, draft, begin)
+        if self._run.output.save_async:
+            self._background.start(complete)
+            self._begun = (progress.step, time.monotonic() - begin)
+        else:
+            seconds = complete()
+            self._note(progress.step, stall_seconds=seconds, write_seconds=seconds)
+
+    def finished(self, *, wait: bool = False) -> list[SaveEvent]:
+        """Return the checkpoints that were completed since the last call, with `wait` also the one that is in flight.
+        Raise what went wrong with it."""
+        if wait or self._background.is_done:
+            self._wait()
+        saved = self._saved
+        self._saved = []
+        return saved
+
+    def _wait(self) -> None:
+        write_seconds = self._background.wait()
+        if write_seconds is not None:
+            step, stall_seconds = self._begun
+            self._note(step, stall_seconds=stall_seconds, write_seconds=write_seconds)
+
+    def _note(self, step: int, *, stall_seconds: float, write_seconds: float) -> None:
+        event = SaveEvent(step=step, checkpoint=step, stall_seconds=stall_seconds, write_seconds=write_seconds)
+        self._saved.append(event)
+        self._proven = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave nothing in flight, whatever ends the run: the next start can use the checkpoint. If the save failed, it
+        is the cause of any other failure: the other ranks have left because of it."""
         try:
-            self._save(engine, progress, schedule)
-        except RunFailed:
-            raise
-        except (OSError, RuntimeError) as error:  # torch's writer raises no OSError on a full disk
-            reason = str(error).split("\n")[0][:200]
-            raise RunFailed(
-                f"the checkpoint of step {progress.step} could not be written ({reason}); {self._what_stays()}: "
-                f"free some disk space and start again"
-            ) from error
+            self._wait()
+        except RunFailed as failure:
+            if not isinstance(error, Diverged):
+                raise
+            log(f"error: {failure}")
 
-    def _save(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> None:
-        folder = self._run_folder.checkpoint(progress.step)
-        aside = folder.with_name(folder.name + _ASIDE)
+    def _complete(self, draft: Draft, begin: float) -> float:
+        """Complete a checkpoint, and return the seconds since its beginning. May run in another thread."""
+        with explained(draft.manifest.step, self._folder):
+            draft.complete(self._folder, self._group)
+        return time.monotonic() - begin
+
+    def _draft(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> Draft:
+        """Write all files of this rank, or copy their content to host memory."""
+        aside = self._folder.aside(progress.step)
         if self._topology.is_first:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            self._folder.sweep()
         dist.barrier()
-        engine.save(self._folder, aside.name)
-        if self._topology.tensor.rank == 0:
-            self._write_caches(aside, progress.caches)
+        files = RankFiles(aside, self._buffers if self._run.output.save_async else None)
+        engine.save(aside.parent, aside.name, files.open)
+        if self._run.output.save_caches:
+            write_caches(files, progress.caches, self._topology)
         if self._topology.data.rank == 0:
-            self._write_buffers(aside, engine)
-        dist.barrier()  # all files have been written
-        parts = gather_json(self._describe(aside, engine))
-        manifest = self._manifest(parts, engine, progress, schedule)
-        self._prove(aside, manifest, engine)
-        if self._topology.is_first:
-            manifest.write(aside)
-            sync(aside / FILE)
-            sync(aside)
-            if folder.exists():  # the run was reset to an earlier step by hand
-                self._remove(folder)
-            aside.rename(folder)
-            self._point_to(folder.name)
-            self._prune(progress.step, sound=progress.sound)
-        dist.barrier()
-
-    def _prove(self, folder: Path, manifest: Manifest, engine: TrainingEngine) -> None:
-        """Compare the written files with the engine's weights; a checkpoint that differs never gets its name."""
-        own_problem = difference(folder, manifest, engine, self._my_file(manifest.files, engine))
-        if self._topology.is_first:
-            own_problem = own_problem or gap(manifest)
-        problem = _first_of_all_ranks(own_problem)
-        if problem is None:
-            return
-        if self._topology.is_first:
-            self._sweep()
-        raise RunFailed(
-            f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; "
-            f"{self._what_stays()}: remove unusual settings from {self._run.deepspeed or 'the run file'}, and report it"
-        )
-
-    def _what_stays(self) -> str:
-        """Name the checkpoint from which the run can resume."""
-        steps = self._run_folder.steps()
-        return f"the checkpoint of step {steps[-1]} is unchanged" if steps else "no checkpoint has been written before"
-
-    def _describe(self, folder: Path, engine: TrainingEngine) -> dict[str, Any]:
-        """Return this rank's share of the manifest: digests of some files, and the fragments of its own."""
-        names = sorted(path.name for path in folder.iterdir())
-        share = names[dist.get_rank() :: dist.get_world_size()]
-        with ThreadPoolExecutor() as threads:  # the disk writes one file while another is read
-            list(threads.map(sync, (folder / name for name in share)))
-        fragments = [list(astuple(fragment)) for fragment in engine.fragments()]
-        return {
-            "files": {name: [(folder / name).stat().st_size, digest_of(folder / name)] for name in share},
-            "fragments": {self._my_file(names, engine): fragments} if fragments else {},
-        }
+            self._write_buffers(files, engine)
+        manifest = self._manifest(engine, progress, schedule)
+        fragments = engine.fragments()
+        briefly = self._proven and self._run.output.save_async  # the map of a run does not change
+        names = compared(manifest.parameters, progress.step, ways=self._topology.tensor.size, briefly=briefly)
+        fingerprints = take_fingerprints(engine, fragments, names)
+        return Draft(manifest, files, fragments, fingerprints, self._topology)
 
     def _my_file(self, names: Iterable[str], engine: TrainingEngine) -> str:
         return file_of(
@@ -203,14 +205,7 @@ class CheckpointStore:
             tensor_rank=self._topology.tensor.rank,
         )
 
-    def _manifest(
-        self, parts: Sequence[dict[str, Any]], engine: TrainingEngine, progress: Progress, schedule: StageSchedule
-    ) -> Manifest:
-        fragments: dict[str, tuple[Fragment, ...]] = {}
-        files: dict[str, tuple[int, str]] = {}
-        for part in parts:
-            fragments |= {name: _fragments(rows) for name, rows in part["fragments"].items()}
-            files |= {name: (size, digest) for name, (size, digest) in part["files"].items()}
+    def _manifest(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> Manifest:
         return Manifest(
             step=progress.step,
             stage=schedule.plan(progress.step - 1).stage.index,
@@ -223,10 +218,11 @@ class CheckpointStore:
             corpus_tokens=schedule.corpus_tokens,
             grid=grid_of(engine, self._topology),
             parameters=layouts_of(engine.model),
-            fragments=fragments,
-            files=files,
+            fragments={},
+            files={},
             sound=progress.sound,
             losses=progress.losses,
+            sources=schedule.sources.tokens_by_name if self._run.data.is_blend else {},
         )
 
     def _problem_with(self, folder: Path) -> str | None:
@@ -246,70 +242,13 @@ class CheckpointStore:
 
     def _steps(self) -> list[int]:
         """Return the steps that rank 0 finds, so that all ranks see the same."""
-        found: list[int] = gather_json(self._run_folder.steps() if self._topology.is_first else [])[0]
+        found: list[int] = gather_json(self._folder.steps() if self._topology.is_first else [])[0]
         return found
 
-    def _point_to(self, name: str) -> None:
-        with atomic_file(self._run_folder.latest) as new:
-            new.write_text(name, encoding="utf-8")
-            sync(new)
-        sync(self._folder)
-
-    def _prune(self, written: int, *, sound: int) -> None:
-        """Remove old checkpoints. The newest few are kept, every n-th for good, and the newest whose model is known to
-        be sound: the held-out loss was finite then or later. Damaged ones do not count, so the one just written is
-        always kept; they are removed when a newer one is complete."""
-        self._damaged.discard(written)
-        for step in sorted(step for step in self._damaged & {*self._run_folder.steps()} if step < written):
-            self._remove(self._run_folder.checkpoint(step))
-        forever = self._run.output.keep_every
-        steps = [step for step in self._run_folder.steps() if step not in self._damaged]
-        newest_sound = max((step for step in steps if step <= sound), default=None)
-        for step in steps[: -self._run.output.keep_last]:
-            if step != newest_sound and (forever is None or step % forever):
-                self._remove(self._run_folder.checkpoint(step))
-
-    def _remove(self, folder: Path) -> None:
-        removed = folder.with_name(folder.name + _REMOVED)
-        folder.rename(removed)  # a checkpoint that is half removed must not look complete
-        shutil.rmtree(removed)
-
-    def _sweep(self) -> None:
-        """Remove what interrupted saves have left. Not to be called during a save, whose files it would remove."""
-        for path in self._folder.iterdir():
-            if path.suffix in (_ASIDE, _REMOVED) and step_of(path.stem) is not None:
-                shutil.rmtree(path)
-
-    def _write_caches(self, folder: Path, caches: Sequence[Memory]) -> None:
-        """Write all rows of this data-parallel rank in the order of their lanes, whatever the micro-batches."""
-        names = caches[0].tensors if caches else ()
-        tensors = {}
-        for name in names:
-            parts = [cache.tensors[name] for cache in caches]
-            tensors[name] = torch.cat(parts).contiguous()
-        rows = max(map(len, tensors.values()), default=0)
-        first = self._topology.data.rank * rows
-        metadata = {"global_rows": f"{first}..{first + rows}"}
-        save_file(tensors, folder / _cache_file(self._topology.data.rank), metadata=metadata)
-
-    def _write_buffers(self, folder: Path, engine: TrainingEngine) -> None:
+    def _write_buffers(self, files: RankFiles, engine: TrainingEngine) -> None:
         found = engine.full_buffers()
         if found and self._topology.is_first:
-            save_file(found, folder / BUFFERS)
-
-    def _read_caches(
-        self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule
-    ) -> tuple[Memory, ...]:
-        """Return the caches of this rank's rows, from whichever ranks wrote them; none if the next step opens new
-        lanes."""
-        if manifest.step >= schedule.total_steps or schedule.plan(manifest.step).opens_lanes:
-            return ()
-        stage = schedule.plan(manifest.step).stage
-        rows = range(self._topology.data.rank * stage.rows, (self._topology.data.rank + 1) * stage.rows)
-        wanted = _expected(self._run.model, stage)
-        tensors = {name: _read_rows(folder, manifest.grid["data"], name, rows).to(engine.device) for name in wanted}
-        _check_memory(tensors, wanted, folder, least=_least_length(self._run.model, stage))
-        return _split(tensors, self._run.model, stage)
+            files.save_tensors(BUFFERS, found)
 
 
 def grid_of(engine: TrainingEngine, topology: Topology) -> dict[str, int]:
@@ -326,64 +265,17 @@ def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> N
         )
 
 
+def _check_same_sources(before: RunConfig, now: RunConfig, folder: Path) -> None:
+    """Refuse other sources than those of the checkpoint, or another order: a lane belongs to one of them."""
+    if not before.data.is_blend and not now.data.is_blend:
+        return
+    names = [[source.label for source in run.data.sources] for run in (before, now)]
+    if names[0] != names[1]:
+        raise UserError(
+            f"{folder}: the sources of its data.train are {', '.join(names[0])}, not {', '.join(names[1])}; restore "
+            f"their names and order, or choose another output.path"
+        )
+
+
 def _first_of_all_ranks(problem: str | None) -> str | None:
     return next((message for message in gather_json(problem) if message), None)
-
-
-def _fragments(rows: Iterable[Sequence[Any]]) -> tuple[Fragment, ...]:
-    return tuple(Fragment(*row) for row in rows)
-
-
-def _split(tensors: Mapping[str, torch.Tensor], model: ModelConfig, stage: Stage) -> tuple[Memory, ...]:
-    """Return one memory for each micro-batch."""
-    parts = zip(*(tensor.split(stage.micro_rows) for tensor in tensors.values()), strict=True)
-    named = (dict(zip(tensors, rows, strict=True)) for rows in parts)
-    return tuple(memory_of(model).from_tensors(part, model, stage.cache_length) for part in named)
-
-
-def _read_rows(folder: Path, data_ranks: int, name: str, wanted: range) -> torch.Tensor:
-    parts = []
-    first = 0
-    for rank in range(data_ranks):
-        path = folder / _cache_file(rank)
-        try:
-            with safe_open(path, framework="pt") as file:
-                held = file.get_slice(name)
-                rows = held.get_shape()[0]
-                begin = max(wanted.start, first)
-                end = min(wanted.stop, first + rows)
-                if begin < end:
-                    parts.append(held[begin - first : end - first])
-                first += rows
-        except (SafetensorError, IndexError) as error:
-            raise UserError(f"{path}: does not hold the cache of layer {name}, so it is not read ({error})") from None
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
-def _expected(model: ModelConfig, stage: Stage) -> dict[str, torch.Tensor]:
-    """Return the tensors of a full memory of all rows, without content."""
-    nowhere = torch.empty(0, device="meta")
-    return memory_of(model).full(model, rows=stage.rows, capacity=stage.cache_length, like=nowhere).tensors
-
-
-def _least_length(model: ModelConfig, stage: Stage) -> int:
-    """Return the length of a memory that has read nothing."""
-    return memory_of(model).length_after(0, model, stage.cache_length)
-
-
-def _check_memory(
-    tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], folder: Path, *, least: int
-) -> None:
-    """Refuse caches of other rows or sizes than this model's, and layers that remember different lengths."""
-    lengths = {tensor.shape[1] if tensor.dim() > 1 else -1 for tensor in tensors.values()}
-    for name, tensor in tensors.items():
-        full = wanted[name].shape
-        fits = tensor.dim() == len(full) and least <= tensor.shape[1] <= full[1] and len(lengths) == 1
-        if not fits or (*tensor.shape[:1], *tensor.shape[2:]) != (*full[:1], *full[2:]):
-            raise UserError(
-                f"{folder}: its cache of layer {name} has shape {list(tensor.shape)}; at most {list(full)} is right"
-            )
-
-
-def _cache_file(data_rank: int) -> str:
-    return f"caches_data_rank_{data_rank:05d}.safetensors"

@@ -23,11 +23,11 @@ class VocabularyConfig(Section):
     the `input` side only (Baevski & Auli), on `both` sides by matrices of its own (Transformer-XL), or there are `none`
     at all, which needs bands of equal width."""
 
-    kind: Literal["adaptive", "tied", "untied"] = "adaptive"
-    cutoffs: tuple[PositiveInt, ...] = ()
-    factor: PositiveInt = 4
-    biases: bool = False
-    projections: Literal["input", "both", "none"] = "input"
+    kind: Literal["adaptive", "tied", "untied"] = "adaptive"  # of token vectors and logits
+    cutoffs: tuple[PositiveInt, ...] = ()  # first token id of each band after the first; adaptive needs them
+    factor: PositiveInt = 4  # by which each band is narrower than the one before
+    biases: bool = False  # one per logit
+    projections: Literal["input", "both", "none"] = "input"  # sides on which the first band has a projection
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -47,10 +47,10 @@ class VocabularyConfig(Section):
 class DropoutConfig(Section):
     """Dropout rates, at the four places of the reference: hidden states, attention, feed-forward, softmax input."""
 
-    hidden: float = Field(0.0, ge=0, lt=1)
-    attention: float = Field(0.0, ge=0, lt=1)
-    activation: float = Field(0.0, ge=0, lt=1)
-    softmax: float = Field(0.0, ge=0, lt=1)
+    hidden: float = Field(0.0, ge=0, lt=1)  # of embeddings and sublayer outputs
+    attention: float = Field(0.0, ge=0, lt=1)  # of attention weights
+    activation: float = Field(0.0, ge=0, lt=1)  # of feed-forward activations
+    softmax: float = Field(0.0, ge=0, lt=1)  # of projections to the bands of the adaptive softmax after the first
 
 
 # A file may come from a stranger: sizes beyond those of any model are refused before memory is allocated.
@@ -64,10 +64,10 @@ class CompressionConfig(Section):
     `compressed` slots. A convolution is trained by a loss of its own, so that attention to the slots gives what
     attention to the tokens gave; mean and max have nothing to train."""
 
-    compressed: Annotated[int, Field(gt=0, le=2**40)]
-    rate: Annotated[int, Field(gt=1, le=2**20)]
-    function: Literal["convolution", "mean", "max"] = "convolution"
-    loss_weight: PositiveFloat = 1.0
+    compressed: Annotated[int, Field(gt=0, le=2**40)]  # slots per layer
+    rate: Annotated[int, Field(gt=1, le=2**20)]  # tokens per slot; it divides every segment length
+    function: Literal["convolution", "mean", "max"] = "convolution"  # of the tokens of a slot
+    loss_weight: PositiveFloat = 1.0  # of the loss that trains the convolution
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -84,28 +84,28 @@ class RoutingConfig(Section):
     cluster takes the `window` nearest tokens of the segment, as in the authors' code, so that later tokens decide what
     earlier ones see."""
 
-    heads: Width
-    clusters: Width
-    window: Count
-    local: Count
-    first_layer: NonNegativeInt = 0
-    assignment: Assignment = "nearest"
+    heads: Width  # that attend within clusters
+    clusters: Width  # of each such head
+    window: Count  # members of its cluster that a token sees, itself included
+    local: Count  # tokens of a block of the other heads
+    first_layer: NonNegativeInt = 0  # with routing heads; layers before it have local ones only
+    assignment: Assignment = "nearest"  # of tokens to clusters; balanced is refused by train and evaluate
     decay: float = Field(0.999, ge=0, lt=1)  # of the moving average of the centroids, per update
 
 
 class ModelConfig(Section):
-    layers: Layers
-    hidden_size: Width
-    heads: Width
-    ffn_size: Width
-    positions: Positions = "infused"
-    cache: bool = True
-    memory: CompressionConfig | None = None  # what becomes of tokens that leave the cache; None: they are forgotten
+    layers: Layers  # transformer blocks
+    hidden_size: Width  # width of the residual stream
+    heads: Width  # of attention; they divide hidden_size
+    ffn_size: Width  # inner width of the feed-forward sublayers
+    positions: Positions = "infused"  # added to token vectors, infused into queries and keys, or relative distances
+    cache: bool = True  # each segment attends to the one before
+    memory: CompressionConfig | None = None  # what becomes of tokens that leave the cache; default: they are forgotten
     norm: Literal["before", "after"] = "before"  # each sublayer, or each sum of a sublayer and its input
-    routing: RoutingConfig | None = None  # absent: every head sees all tokens before
+    routing: RoutingConfig | None = None  # heads that attend within clusters; default: none
     sandwich: NonNegativeInt = 0  # attention sublayers before the first feed-forward one, besides the first
-    vocabulary: VocabularyConfig
-    dropout: DropoutConfig = DropoutConfig()
+    vocabulary: VocabularyConfig  # token vectors and softmax
+    dropout: DropoutConfig = DropoutConfig()  # rates
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -3,39 +3,127 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    model_validator,
+)
 
 from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
 from megatron_style.config.section import Section
-from megatron_style.config.yaml_file import override, read_yaml, write_yaml
+from megatron_style.config.yaml_file import override, read_yaml, write_yaml, yaml_text
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
 Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
+CachePlace = Literal["device", "host"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(gt=0, le=1e15)]
+NAME = r"[\w.+-]+"  # a part of TensorBoard's tags
+Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=64)]
+
+
+class SourceConfig(Section):
+    """One source of a blend, with either `weight` or `epochs`, which are a weight in proportion to the size of the
+    store."""
+
+    path: Path  # of a store
+    name: Name | None = None  # default: that of the file, or of its folder if the file is called train
+    weight: Weight | None = None  # share of the rows of a batch, relative to the other sources
+    epochs: Weight | None = None  # instead of weight: epochs of this source, relative to those of the others
+
+    @property
+    def label(self) -> str:
+        if self.name is not None:
+            return self.name
+        prefix = self.prefix
+        return prefix.parent.name or prefix.name if prefix.name == "train" else prefix.name
+
+    @property
+    def prefix(self) -> Path:
+        """Return the path without the suffix of one of the two files of the store."""
+        return self.path.with_suffix("") if self.path.suffix in (".bin", ".idx") else self.path
+
+    @model_validator(mode="after")
+    def _one_extent(self) -> Self:
+        if (self.weight is None) == (self.epochs is None):
+            found = "neither" if self.weight is None else "both"
+            raise ValueError(f"needs either weight or epochs; it has {found}")
+        if re.fullmatch(NAME, self.label) is None:
+            raise ValueError(f"{self.label!r} of its path cannot be the name of a source; set name, such as books")
+        return self
+
+
+Sources = Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
+TrainText = Annotated[
+    Annotated[Path, Tag("(path)")] | Annotated[Sources, Tag("(list)")],
+    Discriminator(lambda value: "(list)" if isinstance(value, list | tuple) else "(path)"),
+]
+HeldOutText = Annotated[
+    Annotated[Path, Tag("(path)")] | Annotated[dict[Name, Path], Field(min_length=1), Tag("(mapping)")],
+    Discriminator(lambda value: "(mapping)" if isinstance(value, dict) else "(path)"),
+]
 
 
 class DataConfig(Section):
     """Token stores by prefix (`data/sotu/train` names train.bin and train.idx)."""
 
-    train: Path
-    valid: Path
+    train: TrainText  # what the run learns from: a store, or a blend of several
+    valid: HeldOutText  # held-out text, which the run is evaluated on: a store, or several by name, the main one first
     vocab_size: PositiveInt | None = None  # only for stores without a dictionary
     tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
     shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """Return the sources of the training text; a path is the only one."""
+        return (
+            (SourceConfig(path=self.train, name="train", weight=1.0),) if isinstance(self.train, Path) else self.train
+        )
+
+    @property
+    def held_out(self) -> Mapping[str, Path]:
+        """Return the held-out stores by name, the main one first; a single path has the name ""."""
+        return {"": self.valid} if isinstance(self.valid, Path) else self.valid
+
+    @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """Return all stores of the run."""
+        return (*(source.path for source in self.sources), *self.held_out.values())
+
+    @property
+    def is_blend(self) -> bool:
+        return len(self.sources) > 1
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> Self:
+        sources = self.sources
+        if len({source.weight is None for source in sources}) > 1:
+            raise ValueError("train: some sources have a weight, others epochs; give all of them the same")
+        for kind, values in (("name", [s.label for s in sources]), ("path", [str(s.prefix) for s in sources])):
+            if repeated := [value for value in values if values.count(value) > 1]:
+                remedy = "give each source a name of its own" if kind == "name" else "give it once, with the sum"
+                raise ValueError(f"train: duplicate {kind} '{repeated[0]}'; {remedy}")
+        return self
 
 
 class StageConfig(Section):
     """One stretch of training at a fixed segment length; its extent is in epochs, steps or tokens."""
 
-    segment_length: Tokens
+    segment_length: Tokens  # of every row; it divides data.tokens_per_batch
     cache_length: Tokens | None = None  # default: the segment length, when the model has a cache
-    epochs: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    tokens: PositiveInt | None = None
+    epochs: PositiveInt | None = None  # passes over the training text; one of epochs, steps, tokens
+    steps: PositiveInt | None = None  # updates
+    tokens: PositiveInt | None = None  # over all data-parallel ranks
     micro_rows: PositiveInt | None = None  # default: as many as parallel.micro_tokens allows
 
     @model_validator(mode="after")
@@ -50,13 +138,13 @@ class StageConfig(Section):
 class LearningRateConfig(Section):
     """Linear warm-up, then cosine periods, each `period_growth` times longer and `shrink` times lower."""
 
-    peak: PositiveFloat
-    floor: NonNegativeFloat = 0.0
-    warmup_steps: NonNegativeInt = 0
-    warmup_from: NonNegativeFloat = 1e-7
+    peak: PositiveFloat  # after the warm-up
+    floor: NonNegativeFloat = 0.0  # at the end of a period
+    warmup_steps: NonNegativeInt = 0  # updates from warmup_from to peak
+    warmup_from: NonNegativeFloat = 1e-7  # of the first update, if there is a warm-up
     period_steps: PositiveInt | None = None  # default: one period, up to the last step
-    period_growth: float = Field(1.0, ge=1)
-    shrink: float = Field(1.0, gt=0, le=1)
+    period_growth: float = Field(1.0, ge=1)  # length of a period relative to the one before
+    shrink: float = Field(1.0, gt=0, le=1)  # of peak and floor from one period to the next
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -68,22 +156,22 @@ class LearningRateConfig(Section):
 class SpikeConfig(Section):
     """The reaction to a loss above `factor` times the median of the `window` losses before it."""
 
-    factor: float = Field(gt=1)
-    action: Literal["skip", "stop"]
-    window: PositiveInt = 64  # steps
+    factor: float = Field(gt=1)  # times the median
+    action: Literal["skip", "stop"]  # skip the update, or stop the run
+    window: PositiveInt = 64  # steps whose median loss counts
 
 
 class OptimizerConfig(Section):
     """Optimizer, schedule and clipping. Each may be in the ds_config instead, never in both."""
 
     name: OptimizerKind | None = None  # default: nag
-    learning_rate: LearningRateConfig | None = None
-    momentum: Fraction = 0.99  # nag
-    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # adamw
-    eps: PositiveFloat = 1e-8  # adamw
-    weight_decay: NonNegativeFloat = 0.0
+    learning_rate: LearningRateConfig | None = None  # required, unless the ds_config has a scheduler
+    momentum: Fraction = 0.99  # of nag
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)  # of adamw
+    eps: PositiveFloat = 1e-8  # of adamw
+    weight_decay: NonNegativeFloat = 0.0  # decoupled from the gradient
     decay: Literal["matrices", "all"] | None = None  # what decays; default: matrices; for nag all, as in the reference
-    clip_norm: PositiveFloat | None = None  # default: 0.1
+    clip_norm: PositiveFloat | None = None  # largest norm of the gradient; default: 0.1
     max_skipped: PositiveInt = 50  # updates in a row without a finite gradient that end the run
     spike: SpikeConfig | None = None  # default: no loss is too high
 
@@ -93,20 +181,24 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    tensor: PositiveInt = 1
-    recompute: bool = False
+    tensor: PositiveInt = 1  # ranks that share each layer; the other ranks are data-parallel
+    sequence: bool = False  # vectors between layers are split over these ranks, by position
+    recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
+    cache: CachePlace = "device"  # where caches are between their uses; host: fetched one micro-batch ahead
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
 class OutputConfig(Section):
-    path: Path
-    log_every: PositiveInt = 10
+    path: Path  # folder of the run: metrics, checkpoints, model
+    log_every: PositiveInt = 10  # steps between two lines of the log
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
     evaluate_tokens: PositiveInt | None = None  # of the held-out text; default: all
     sample_tokens: NonNegativeInt = 40  # generated after the first held-out tokens; 0: none
     save_every: PositiveInt | None = None  # steps; default: at the end of each stage
     keep_last: PositiveInt = 2  # number of checkpoints to keep
     keep_every: PositiveInt | None = None  # and those of every n-th step, for good
+    save_async: bool = False  # true: copy to host memory, and write while training continues
+    save_caches: bool = True  # false: smaller checkpoints, and a resumed run opens its lanes cold
     heartbeat_timeout: float = Field(15.0, ge=1)  # seconds; a rank without a heartbeat for longer is lost
     stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h
 
@@ -120,15 +212,15 @@ def seconds_of(duration: str) -> float:
 
 
 class RunConfig(Section):
-    model: ModelConfig
-    data: DataConfig
-    stages: tuple[StageConfig, ...] = Field(min_length=1)
-    optimizer: OptimizerConfig = OptimizerConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    output: OutputConfig
-    deepspeed: Path | None = None
+    model: ModelConfig  # its architecture
+    data: DataConfig  # its text
+    stages: tuple[StageConfig, ...] = Field(min_length=1)  # of training, usually short segments first
+    optimizer: OptimizerConfig = OptimizerConfig()  # its updates
+    parallel: ParallelConfig = ParallelConfig()  # how a replica is split over ranks and micro-batches
+    output: OutputConfig  # what is written, and how often
+    deepspeed: Path | None = None  # a ds_config: ZeRO, precision, offload; default: ZeRO 0 in fp32
     start: Path | None = None  # a model, in any form, to begin with: weights, and step and optimizer if it has them
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt = 1  # of first weights, order of segments and dropout
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -141,6 +233,8 @@ class RunConfig(Section):
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
         if self.data.shuffle and self.model.cache:
             raise ValueError("data.shuffle is true, but model.cache is true: a cache needs the text in its order")
+        if self.parallel.cache == "host" and not self.model.cache:
+            raise ValueError("parallel.cache is host, but model.cache is false: there are no caches; remove it")
         for index, stage in enumerate(self.stages):
             if (self.parallel.micro_tokens or tokens) < stage.segment_length:
                 raise ValueError(
@@ -148,6 +242,11 @@ class RunConfig(Section):
                     f"stages.{index}.segment_length ({stage.segment_length})"
                 )
             self.model.check_segment(stage.segment_length, f"stages.{index}.segment_length")
+            if stage.epochs and self.data.is_blend:
+                raise ValueError(
+                    f"stages.{index}.epochs is {stage.epochs}, but data.train is a blend, whose sources have epochs of "
+                    f"their own; give steps or tokens instead"
+                )
             if stage.cache_length and not self.model.cache:
                 raise ValueError(f"stages.{index}.cache_length is {stage.cache_length}, but model.cache is false")
             if tokens % stage.segment_length:
@@ -156,7 +255,22 @@ class RunConfig(Section):
                     f"stages.{index}.segment_length ({stage.segment_length}) must divide data.tokens_per_batch "
                     f"({tokens}); the nearest lengths that do are {below} and {above}"
                 )
+            if self.parallel.sequence and stage.segment_length % ways:
+                fitting = [length for length in divisors_of(tokens) if length % ways == 0]
+                raise ValueError(
+                    f"stages.{index}.segment_length ({stage.segment_length}) must be a multiple of parallel.tensor "
+                    f"({ways}), because parallel.sequence is true; {_nearest(fitting, stage.segment_length)}"
+                )
         return self
+
+
+def _nearest(fitting: Sequence[int], wanted: int) -> str:
+    """Advise the nearest of the lengths that fit."""
+    below = [length for length in fitting if length < wanted][-1:]
+    above = [length for length in fitting if length > wanted][:1]
+    if not fitting:
+        return "no length that divides data.tokens_per_batch is one; set it to false"
+    return f"the nearest lengths that are: {' and '.join(map(str, below + above))}"
 
 
 def divisors_of(number: int) -> list[int]:
@@ -182,6 +296,11 @@ def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
 def save_run(run: RunConfig, path: Path) -> None:
     """Write the resolved run file."""
     write_yaml(run.as_data(), path)
+
+
+def run_text(run: RunConfig) -> str:
+    """Return the run file with all defaults."""
+    return yaml_text(run.as_data())
 
 
 def keep_older(path: Path, run: RunConfig, step: int) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_style.base.command import add_set_flag, command_parser
 
 
-def parse_train_arguments(words: Sequence[str] | None = None) -> tuple[Path, list[str]]:
-    """Return the run file and its overrides, by default from this process's command line."""
+class TrainArguments(NamedTuple):
+    run_file: Path
+    settings: list[str]  # overrides of the run file
+    print_config: bool
+
+
+def parse_train_arguments(words: Sequence[str] | None = None) -> TrainArguments:
+    """Return the arguments, by default those of this process."""
     parser = command_parser(
         "train",
         "Train a Shortformer through all its stages, on one process or under any launcher. "
@@ -18,9 +25,12 @@ def parse_train_arguments(words: Sequence[str] | None = None) -> tuple[Path, lis
         "deepspeed --module megatron_style.train run_configs/quickstart.yaml --set output.path=runs/first",
     )
     add_run_arguments(parser)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the run file with all defaults and overrides, and exit"
+    )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     args = parser.parse_args(words)
-    return args.run, settings_of(args)
+    return TrainArguments(args.run, settings_of(args), args.print_config)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_yaml(data: dict[str, Any], path: Path) -> None:
-    write_atomic(path, yaml.safe_dump(data, sort_keys=False))
+    write_atomic(path, yaml_text(data))
+
+
+def yaml_text(data: dict[str, Any]) -> str:
+    return yaml.safe_dump(data, sort_keys=False)
 
 
 def override(data: dict[str, Any], setting: str) -> None:

@@ -30,7 +30,8 @@ from megatron_style.datastore.store import KEYS, MANIFEST, VALUE, VALUES, key_dt
 from megatron_style.inference.scoring.modes import MODES, make_protocol
 from megatron_style.inference.scoring.protocol import Protocol, Request
 from megatron_style.inference.scoring.reader import Reader, Tokens
-from megatron_style.inference.scoring.score import Progress, share
+from megatron_style.inference.scoring.score import Progress
+from megatron_style.inference.scoring.walk import share
 from megatron_style.parallel.topology import Topology
 
 WALKS = tuple(mode for mode in MODES if mode != "token-by-token")  # `cached` gives the same keys
@@ -45,10 +46,11 @@ def walk_of(
     """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
     of which a build can resume; their number depends on the text alone."""
     mode = mode or ("cached" if config.model.cache else "nonoverlapping")
-    lanes = request.lanes
-    if mode == "cached" and lanes is None:
-        lanes = max(1, tokens // max(TOKENS_PER_LANE, request.segment_length or config.segment_length))
-    return make_protocol(replace(request, mode=mode, lanes=lanes), config, tokens=tokens, where=where)
+    request = replace(request, mode=mode)
+    if mode == "cached":
+        lanes = request.lanes or max(1, tokens // max(TOKENS_PER_LANE, request.segment_length or config.segment_length))
+        request = replace(request, lanes=lanes, batch_rows=request.batch_rows or 1)
+    return make_protocol(request, config, tokens=tokens, where=where)
 
 
 def describe(manifest: DatastoreManifest) -> str:

@@ -40,7 +40,10 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
     user = read_ds_config(run.deepspeed)
     check_one_home(user, run)
     ds_config = complete_ds_config(user, run, schedule.stages, data_parallel=topology.data.size)
-    model = Shortformer(run.model, vocab_size, topology.tensor, recompute=run.parallel.recompute)
+    parallel = run.parallel
+    model = Shortformer(
+        run.model, vocab_size, topology.tensor, recompute=parallel.recompute, sequence=parallel.sequence
+    )
     initialise(model, run.seed, topology.tensor)
     optimizer: torch.optim.Optimizer | list[dict[str, Any]]
     if "optimizer" in user:
@@ -57,6 +60,7 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
             topology,
             clip_norm=clip_norm(user, run),
             max_skipped=run.optimizer.max_skipped,
+            cache=parallel.cache,
             speaks=speaks(user),
         )
     except _WRONG_SETTINGS as error:

@@ -6,10 +6,10 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import deepspeed
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_style.base.errors import Diverged
+from megatron_style.config.run import CachePlace
 from megatron_style.engine.counters import Counters
 from megatron_style.engine.spikes import Spike
 from megatron_style.engine.zero_layout import (
@@ -28,8 +29,10 @@ from megatron_style.engine.zero_layout import (
     write_fragment,
     write_group,
 )
+from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
+from megatron_style.parallel.phase_times import PhaseTimes
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
     Fragment,
@@ -50,6 +53,7 @@ class LossShare:
 
     nll: Tensor  # summed over the ranks, it is the mean over all target tokens of the step
     auxiliary: Mapping[str, Tensor]  # further losses by name, each the mean over this rank's micro-batches
+    by_source: Tensor | None = None  # [sources] of a blend; summed over the ranks, the mean over each source's tokens
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class TrainingEngine:
         *,
         clip_norm: float,
         max_skipped: int,
+        cache: CachePlace = "device",
         speaks: bool = False,
     ) -> None:
         """Build DeepSpeed's engine. A list in place of an optimizer holds the parameter groups for the ds_config's own
@@ -90,8 +95,10 @@ class TrainingEngine:
                 mpu=_MpuView(topology),
                 dist_init_required=False,
             )
+        self.times = PhaseTimes(self.device)
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
+        self.caches = PLACES[cache](self.device)
         if self.zero_stage == 3:
             # The vocabulary is read by methods, not by forward calls, so the model's own forward has to gather it.
             for param in model.vocabulary.parameters():
@@ -119,7 +126,9 @@ class TrainingEngine:
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return memory_of(self.model.config).full(self.model.config, rows=rows, capacity=capacity, like=like)
+        kind = memory_of(self.model.config)
+        ways = self._topology.tensor.size
+        return kind.full(self.model.config, rows=rows, capacity=capacity, like=like, ways=ways)
 
     def accumulate(self, loss: Tensor, *, is_last: bool, tally: Tensor | None = None) -> None:
         """Add this micro-batch's gradient; the last one triggers the data-parallel mean. A routing model's `tally` is
@@ -217,12 +226,20 @@ class TrainingEngine:
         if self._engine._config.comms_config.comms_logger_enabled:
             deepspeed.comm.log_summary()
 
-    def save(self, directory: Path, tag: str) -> None:
+    def save(self, directory: Path, tag: str, open_file: Callable[[str], AbstractContextManager[IO[bytes]]]) -> None:
+        """Write DeepSpeed's checkpoint into files of these names, which may be in memory. All ranks call it."""
+
+        def save_into(state_dict: Any, path: str) -> None:
+            with open_file(Path(path).name) as file:
+                torch.save(state_dict, file)
+
         had_checksums = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # the manifest has better checksums, and these halve the speed
+        self._engine.checkpoint_engine.save = save_into
         try:
             self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
         finally:
+            del self._engine.checkpoint_engine.save  # uncovers the method of the class
             torch.serialization.set_crc32_options(had_checksums)
 
     def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -264,23 +281,29 @@ class TrainingEngine:
             for group, rates in zip(self._engine.optimizer.param_groups, counters.rates, strict=True):
                 group.update(rates)
 
-    def working_weight(self, name: str) -> Tensor:
-        """Return this tensor rank's shard of a parameter as the forward pass reads it. All data-parallel ranks have to
-        ask for the same one, because ZeRO 3 gathers it from them."""
+    def working_weight(self, name: str, offset: int, count: int) -> Tensor:
+        """Return a part of this tensor rank's flattened shard of a parameter, as the forward pass reads it. All
+        data-parallel ranks have to ask for the same parameter, because ZeRO 3 gathers it from them."""
         param = self.model.get_parameter(name)
         with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
-            return param.detach().clone()
+            return param.detach().reshape(-1)[offset : offset + count].clone()
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """Return every unsharded parameter in float32 on the first rank, and nothing on the others. All ranks have to
-        call it together."""
-        weights = {}
-        for name, param in self.model.named_parameters():
-            full = _gather(param, self._topology.tensor)
-            if self._topology.is_first:
-                weights[name] = full.cpu().clone()
-        buffers = self.full_buffers()
-        return weights | buffers if self._topology.is_first else {}
+    def full_weight(self, name: str) -> Tensor | None:
+        """Return an unsharded parameter in float32, or a buffer that learns outside the optimizer, on the host of the
+        first rank, and None on the others. All ranks have to ask for the same one. In addition to the result there are
+        at most two shards of it in memory, and on the other ranks one."""
+        axis = self._topology.tensor
+        buffers = buffer_layouts_of(self.model)
+        if name in buffers:
+            layout = buffers[name]
+            local = self.model.get_buffer(name)
+        else:
+            param = self.model.get_parameter(name)
+            layout = layout_of(param)
+            local = _full_shard(param, axis)
+        if self._topology.data.rank != 0:
+            return None
+        return _collected(local, layout, axis)
 
     def full_buffers(self) -> dict[str, Tensor]:
         """Return, unsharded, the buffers that learn outside the optimizer. The tensor-parallel ranks of a data rank
@@ -317,13 +340,36 @@ def gradient_norm(model: nn.Module, axis: Axis) -> float:
     return math.sqrt(axis.sum(total).item())
 
 
-def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
-    """Gather a parameter from the data-parallel ranks (the float32 master copy, if ZeRO keeps one), then from the
-    tensor-parallel ranks."""
-    layout = layout_of(param)
+def _full_shard(param: nn.Parameter, axis: Axis) -> Tensor:
+    """Gather a parameter's shard from the data-parallel ranks: the float32 master copy, if ZeRO keeps one."""
     local = deepspeed.utils.safe_get_full_fp32_param(param)
-    local = (param.detach() if local is None else local).float().view(layout.shard_shape(axis.size))
-    return _unsharded(local, layout, axis)
+    local = param.detach() if local is None else local
+    return local.float().view(layout_of(param).shard_shape(axis.size))
+
+
+def _collected(local: Tensor, layout: Layout, axis: Axis) -> Tensor | None:
+    """Return the unsharded tensor on the host of the first rank of the axis, to which the others send their shards one
+    after the other."""
+    if layout.shard_dim is None or axis.size == 1:
+        return local.cpu() if axis.rank == 0 else None
+    if axis.rank != 0:
+        dist.send(local.contiguous(), group=axis.group, group_dst=0)
+        return None
+    full = torch.empty(layout.shape, dtype=local.dtype)
+    _place(full, local, layout, Axis(axis.size, 0))
+    received = torch.empty_like(local, memory_format=torch.contiguous_format)
+    for rank in range(1, axis.size):
+        dist.recv(received, group=axis.group, group_src=rank)
+        _place(full, received, layout, Axis(axis.size, rank))
+    return full
+
+
+def _place(full: Tensor, part: Tensor, layout: Layout, axis: Axis) -> None:
+    """Copy a rank's shard, without its padding, to where it belongs."""
+    assert layout.shard_dim is not None
+    owned = layout.owned(axis)
+    target = full.narrow(layout.shard_dim, owned.start, len(owned))
+    target.copy_(part.narrow(layout.shard_dim, 0, len(owned)))
 
 
 def _unsharded(local: Tensor, layout: Layout, axis: Axis) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_style.base.errors import UserError
 from megatron_style.engine.engine import TrainingEngine
+from megatron_style.model.caches import OnDevice
 from megatron_style.parallel.peak_memory import is_out_of_memory, peak_memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.schedule.stages import Stage
@@ -27,7 +28,7 @@ def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                raise UserError(_advice(stage, error)) from None
+                raise UserError(_advice(engine, stage, error)) from None
             yield stage, peak()
 
 
@@ -38,14 +39,15 @@ def rehearse(engine: TrainingEngine, stage: Stage) -> None:
     ids = torch.zeros(stage.micro_rows, stage.segment_length, dtype=torch.long)
     noise = Noise(derive_key("preflight"))
     full = partial(engine.full_memory, stage.micro_rows, stage.cache_length)
-    caches = [full() for _ in range(stage.accumulation)]
-    following = [full() for _ in range(stage.accumulation - 2)]
+    caches = [engine.caches.keep(full()) for _ in range(stage.accumulation)]
+    following = [engine.caches.keep(full()) for _ in range(stage.accumulation - 2)]
     with engine.rehearsed_update():
-        for micro in range(min(2, stage.accumulation)):
-            output = engine.forward(ids, ids, caches[micro], noise)
+        for micro, memory in zip(range(min(2, stage.accumulation)), engine.caches.fetched(caches), strict=False):
+            output = engine.forward(ids, ids, memory, noise)
             loss = output.nll.sum() + sum(output.auxiliary.values())
             engine.accumulate(loss * 0.0, is_last=micro == 1 or stage.accumulation == 1)
-            following.append(output.memory)
+            following.append(engine.caches.keep(output.memory))
+        del memory, output
         caches.clear()  # as in a step, they are freed before the update
 
 
@@ -53,8 +55,20 @@ def _attention_cost(stage: Stage) -> int:
     return stage.micro_rows * stage.segment_length * (stage.segment_length + stage.cache_length)
 
 
-def _advice(stage: Stage, error: RuntimeError) -> str:
+def _advice(engine: TrainingEngine, stage: Stage, error: RuntimeError) -> str:
     smaller = [n for n in range(1, stage.micro_rows) if stage.rows % n == 0]
     remedy = f"set stages.{stage.index}.micro_rows to {smaller[-1]} or less" if smaller else "use more tensor ranks"
+    remedies = ", or ".join([remedy, *_unused(engine, stage)])
     reason = str(error).split("\n")[0][:200]
-    return f"{stage}: does not fit into memory; {remedy}, or parallel.recompute=true ({reason})"
+    return f"{stage}: does not fit into memory; {remedies} ({reason})"
+
+
+def _unused(engine: TrainingEngine, stage: Stage) -> Iterator[str]:
+    """Yield the settings that would save memory."""
+    model = engine.model
+    if not model.sequence and model.axis.size > 1 and stage.segment_length % model.axis.size == 0:
+        yield "parallel.sequence=true"
+    if not model.recompute:
+        yield "parallel.recompute=true"
+    if stage.cache_length and isinstance(engine.caches, OnDevice):
+        yield "parallel.cache=host"

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 
 import numpy as np
@@ -23,6 +24,7 @@ from megatron_style.model.memory import memory_of
 from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import layout_of, tag
+from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
 
 FILE = "certificate.json"
@@ -144,7 +146,7 @@ def streamed_nll(source: ModelSource, text: Tensor) -> Nll:
         if feed_forward is not None:
             block = model.blocks[feed_forward]
             with _materialised(block, f"blocks.{feed_forward}", source, only=Block.FEED_FORWARD):
-                segments = [block.feed(x, None)[0] for x in segments]
+                segments = [block.feed(x, None, Stream(Axis()))[0] for x in segments]
     few = max(1, _AT_ONCE // config.vocab_size)
     parts = zip(torch.cat(segments, 1)[0].split(few), text[1:].split(few), strict=True)
     with _materialised(model.vocabulary, "vocabulary", source):
@@ -158,7 +160,7 @@ def _attended(
     one_layer = config.model_copy(update={"layers": 1})
     memory = memory_of(config).empty(one_layer, rows=1, capacity=capacity, like=segments[0])
     for x, pos in zip(segments, positions, strict=True):
-        attended = block.attend(x, memory.layers[0], pos, None)
+        attended = block.attend(x, partial(memory.recall, 0), pos, None, Stream(Axis()))
         memory = memory.advance([attended.seen])
         yield attended.x
 

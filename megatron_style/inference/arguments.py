@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 
 from megatron_style.base.command import positive_int
-from megatron_style.inference.scoring.protocol import Request
+from megatron_style.inference.scoring.protocol import TOKENS_AT_ONCE, Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -22,11 +22,15 @@ def add_protocol_flags(parser: argparse.ArgumentParser, *, lanes: str) -> None:
         "--cache-length", type=positive_int, metavar="C",
         help="cached and token-by-token only; default: the length last trained with",
     )  # fmt: skip
-    add("--batch-rows", type=positive_int, metavar="N", help="nonoverlapping and sliding only: windows at once")
+    add(
+        "--batch-rows", type=positive_int, metavar="N",
+        help="not for token-by-token: windows, consecutive segments or lanes at once; default: as many as have "
+        f"{TOKENS_AT_ONCE:,} tokens",
+    )  # fmt: skip
     add(
         "--lanes", type=positive_int, metavar="N",
-        help="cached and token-by-token only: cut the walk into N lanes that several processes can share, each warmed "
-        f"by the segment before it; default: {lanes}",
+        help="cached and token-by-token only: cut the walk into N lanes, each warmed by the text that fills its cache; "
+        f"default: {lanes}",
     )  # fmt: skip
     add(
         "--same-length", action="store_true", default=None,

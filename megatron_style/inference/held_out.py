@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from megatron_style.config.model import EvaluationMode
 from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
-from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
-from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.protocol import Protocol, rows_at_once
 from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.topology import Axis
 from megatron_style.schedule.stages import Stage
 
 _PROMPT_TOKENS = 16
@@ -28,20 +28,18 @@ class HeldOut:
     text_digest: str = ""  # of the text and its vocabulary
 
 
-def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage) -> HeldOut:
-    """Evaluate by the protocol of the run's last stage in every stage, so that stages can be compared. All ranks take
-    part, and the state of the training does not change."""
-    mode: EvaluationMode = "cached" if last.cache_length else "nonoverlapping"
-    protocol = Protocol(
-        mode, last.segment_length, last.cache_length, batch_rows=1 if last.cache_length else last.micro_rows
-    )
-    tokens = corpus.valid.tokens[: output.evaluate_tokens]
-    found = score(model, tokens, protocol, eos=corpus.eos)
+def held_out(model: Shortformer, corpus: Corpus, name: str, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
+    """Evaluate on the held-out text of this name by the protocol of the run's last stage in every stage, so that stages
+    can be compared. Only the main text is continued by a sample. The ranks of the data axis share the text, all others
+    repeat; the state of the training does not change."""
+    protocol = protocol_of(last)
+    tokens = corpus.valid[name].tokens[: output.evaluate_tokens]
+    found = score(model, tokens, protocol, eos=corpus.eos, axis=axis)
     prompt = tokens[:_PROMPT_TOKENS].tolist()
     written = continue_greedily(
         model,
         [corpus.eos, *prompt],
-        output.sample_tokens,
+        output.sample_tokens if name == corpus.main_valid else 0,
         segment_length=last.segment_length,
         cache_length=last.cache_length,
     )
@@ -55,10 +53,19 @@ def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Sta
     )
 
 
+def protocol_of(stage: Stage) -> Protocol:
+    """Return the protocol of a stage. A pass has no more rows than a micro-batch of the training, which is known to fit
+    into memory, or than keep a device busy, so that the ranks get even shares."""
+    mode: EvaluationMode = "cached" if stage.cache_length else "nonoverlapping"
+    rows = min(stage.micro_rows, rows_at_once(stage.segment_length))
+    return Protocol(mode, stage.segment_length, stage.cache_length, batch_rows=rows)
+
+
 def _spelled(ids: Sequence[int], corpus: Corpus) -> str:
     """Return the text of the ids. Without a tokenizer these are numbers; ids beyond the tokenizer's become <unk>, since
     data.vocab_size may be larger."""
     if corpus.tokenizer is None:
         return " ".join(map(str, ids))
-    known = corpus.tokenizer.vocab_size
-    return corpus.tokenizer.decode([token if token < known else UNK for token in ids])
+    tokenizer = corpus.tokenizer
+    strange = tokenizer.eos if tokenizer.unk is None else tokenizer.unk
+    return tokenizer.decode([token if token < tokenizer.vocab_size else strange for token in ids])

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig, Positions
-from megatron_style.model.compression import KeysValues, Replaced, leaving, reconstruction_loss
+from megatron_style.model.compression import KeysValues, leaving, reconstruction_loss
 from megatron_style.model.kernels import attend, attend_with_distances, causal_mask, score_distances
-from megatron_style.model.memory import UNLIMITED, Reach
+from megatron_style.model.memory import UNLIMITED, Reach, Replaced
 from megatron_style.model.positions import SinusoidalPositions, distance_sinusoids, sinusoids
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Layout, normal, parameter, uniform, xavier, zeros
+from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
 
 
@@ -80,34 +81,35 @@ class Attention(nn.Module):
         return SinusoidalPositions(size, sinusoids)
 
     @staticmethod
-    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
+    def enter(
+        x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach, stream: Stream
+    ) -> tuple[Tensor, Places]:
         """Return the input of the first block, and the positions that are passed to every block."""
         del remembered
         assert reach == UNLIMITED, "only relative positions have a reach"
-        return x_BTD + positions(x_BTD.shape[1]).to(x_BTD.dtype), None
+        return x_BTD + stream.own(positions(stream.length(x_BTD))).to(x_BTD.dtype), None
 
     def forward(
-        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+        self, x: Read, cached: Read, pos: Places, noise: Noise | None, stream: Stream, replaced: Replaced | None = None
     ) -> Mixed:
-        x_BTD = copy_to_shards(x_BTD, self.axis)
-        mixture_BTD, loss = self.mixture(x_BTD, cached_BCD, pos, noise, replaced)
-        return Mixed(self.out(mixture_BTD), loss=loss)
+        mixture_BTD, loss = self.mixture(x, cached, pos, noise, replaced)
+        return Mixed(self.out(mixture_BTD, stream), loss=loss)
 
     def mixture(
-        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+        self, x: Read, cached: Read, pos: Places, noise: Noise | None, replaced: Replaced | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return what this rank's heads give the output projection [B, T, H x E] and, if what tokens are replaced by is
         trained, the loss of that."""
-        placed_BTD, placed_BCD = self.placed(x_BTD, cached_BCD, pos)
+        placed, placed_cached = self.placed(x, cached, pos)
         slots: tuple[Tensor, ...] = ()
         if replaced is not None and replaced[1].requires_grad:
             slots = (copy_to_shards(replaced[1], self.axis),)
         # A loss without positions needs queries and keys without them, of the segment and of the tokens that leave.
-        unplaced = (x_BTD.detach(), replaced[0]) if replaced and slots and self.projects_positions else ()
-        queries, *own_queries = self._projected(self.query, placed_BTD, frozen=unplaced[:1])
+        unplaced = (x.now.detach(), replaced[0]) if replaced and slots and self.projects_positions else ()
+        queries, *own_queries = self._projected(self.query, placed, frozen=unplaced[:1])
         # The memory is projected apart from the segment: no gradient has to flow back to it.
-        keys, cached_keys, *own_keys = self._projected(self.key, placed_BTD, placed_BCD, frozen=(*slots, *unplaced[1:]))
-        values, cached_values, *own_values = self._projected(self.value, x_BTD, cached_BCD, frozen=slots)
+        keys, cached_keys, *own_keys = self._projected(self.key, placed, placed_cached, frozen=(*slots, *unplaced[1:]))
+        values, cached_values, *own_values = self._projected(self.value, x, cached, frozen=slots)
         dropout = self.dropout if noise is not None else 0.0
         mixed_BHTE = self.mixed(queries, (cached_keys, cached_values), (keys, values), pos, dropout)
         mixture_BTD = mixed_BHTE.transpose(1, 2).flatten(2)
@@ -120,19 +122,17 @@ class Attention(nn.Module):
         own = own_queries[0] if unplaced else queries.detach()
         return mixture_BTD, reconstruction_loss(own, (left_keys, left_values), (slot_keys, slot_values), self.axis)
 
-    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
+    def placed(self, x: Read, cached: Read, pos: Places) -> tuple[Read, Read]:
         """Return the segment and the memory with the positions that the projections of queries and keys see."""
         del pos  # added already, or not part of a vector
-        return x_BTD, cached_BCD
+        return x, cached
 
     def mixed(self, queries: Tensor, cached: KeysValues, inside: KeysValues, pos: Places, dropout: float) -> Tensor:
         """Return the mixture of values for each query [B, H, T, E]."""
         del pos
         return attend(queries, cached, inside, dropout=dropout)
 
-    def _projected(
-        self, layer: ColumnParallelLinear, *inputs: Tensor, frozen: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def _projected(self, layer: ColumnParallelLinear, *inputs: Read, frozen: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return projections by heads; those of `frozen` inputs give the layer no gradient."""
         outputs = layer(*inputs, *frozen, frozen=len(frozen))
         return tuple(map(self._heads, outputs if isinstance(outputs, tuple) else (outputs,)))
@@ -149,15 +149,17 @@ class InfusedAttention(Attention):
     projects_positions = True
 
     @staticmethod
-    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
+    def enter(
+        x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach, stream: Stream
+    ) -> tuple[Tensor, Places]:
         assert reach == UNLIMITED, "only relative positions have a reach"
         # A bf16 engine keeps buffers in float32.
-        return x_BTD, positions(remembered + x_BTD.shape[1]).to(x_BTD.dtype)
+        return x_BTD, positions(remembered + stream.length(x_BTD)).to(x_BTD.dtype)
 
-    def placed(self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places) -> tuple[Tensor, Tensor]:
+    def placed(self, x: Read, cached: Read, pos: Places) -> tuple[Read, Read]:
         assert isinstance(pos, Tensor), "there are no positions to infuse"
-        C = cached_BCD.shape[1]
-        return x_BTD + pos[C:], cached_BCD + pos[:C]
+        C = cached.now.shape[1]
+        return x.plus(pos[C:]), cached.plus(pos[:C])
 
 
 class RelativeAttention(Attention):
@@ -183,8 +185,10 @@ class RelativeAttention(Attention):
         return SinusoidalPositions(size, distance_sinusoids)
 
     @staticmethod
-    def enter(x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach) -> tuple[Tensor, Places]:
-        T = x_BTD.shape[1]
+    def enter(
+        x_BTD: Tensor, positions: SinusoidalPositions, remembered: int, reach: Reach, stream: Stream
+    ) -> tuple[Tensor, Places]:
+        T = stream.length(x_BTD)
         S = remembered + T
         farthest = S - 1 if reach.clamp is None else reach.clamp
         distance_S = torch.arange(S - 1, -1, -1, device=x_BTD.device).clamp(max=farthest)

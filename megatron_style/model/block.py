@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.attention import Places, Side, attention_of
 from megatron_style.model.compression import compression_of
-from megatron_style.model.memory import Seen
+from megatron_style.model.memory import Compress, Recalled, Seen
 from megatron_style.model.routing import routing_attention
-from megatron_style.parallel.collectives import copy_to_shards
+from megatron_style.parallel.collectives import own_features
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
-from megatron_style.parallel.randomness import Noise, replicated_dropout, sharded_dropout
+from megatron_style.parallel.randomness import Noise, sharded_dropout
 from megatron_style.parallel.sharding import uniform
+from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
+
+Recall = Callable[[Tensor, Compress | None, Stream], Recalled]  # of a memory, for one layer
 
 
 class Attended(NamedTuple):
@@ -49,19 +52,22 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(D, ffn, axis=axis, weight=uniform(D**-0.5), bias=uniform(D**-0.5))
         self.down = RowParallelLinear(ffn, D, axis=axis, weight=uniform(ffn**-0.5), bias=uniform(ffn**-0.5))
 
-    def attend(self, x: Tensor, cached: Tensor, pos: Places, noise: Noise | None) -> Attended:
-        """Do the attention sublayer. Its attention input becomes the next segment's memory."""
-        tokens = self.attention_norm(x) if self.norm_before else x
-        replaced = None if self.compression is None else self.compression(cached, tokens)
-        mixed = self.attention(tokens, cached, pos, noise, replaced)
-        x = x + replicated_dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
-        seen = Seen(tokens, None if replaced is None else replaced[1])
+    def attend(self, x: Tensor, recall: Recall, pos: Places, noise: Noise | None, stream: Stream) -> Attended:
+        """Do the attention sublayer. Its attention input becomes the next segment's memory, of which each
+        tensor-parallel rank keeps its own features."""
+        normed = self.attention_norm(x, stream) if self.norm_before else x
+        tokens = stream.enter(normed)
+        cached, replaced = recall(tokens.now, self.compression, stream)
+        mixed = self.attention(tokens, cached, pos, noise, stream, replaced)
+        x = x + stream.dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
+        compressed = None if replaced is None else own_features(replaced[1], self.axis)
+        seen = Seen(own_features(tokens.now, self.axis), compressed)
         auxiliary = {} if mixed.loss is None else {"compression": self._loss_weight * mixed.loss}
-        return Attended(x if self.norm_before else self.attention_norm(x), seen, auxiliary, mixed.side)
+        return Attended(x if self.norm_before else self.attention_norm(x, stream), seen, auxiliary, mixed.side)
 
-    def feed(self, x: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    def feed(self, x: Tensor, noise: Noise | None, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""
-        fed = self.ffn_norm(x) if self.norm_before else x
-        inner = sharded_dropout(F.relu(self.up(copy_to_shards(fed, self.axis))), self.rates.activation, noise)
-        x = x + replicated_dropout(self.down(inner), self.rates.hidden, noise and noise.at("ffn"))
-        return x if self.norm_before else self.ffn_norm(x), fed
+        fed = self.ffn_norm(x, stream) if self.norm_before else x
+        inner = sharded_dropout(F.relu(self.up(stream.enter(fed))), self.rates.activation, noise)
+        x = x + stream.dropout(self.down(inner, stream), self.rates.hidden, noise and noise.at("ffn"))
+        return x if self.norm_before else self.ffn_norm(x, stream), fed

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
+from megatron_style.model.memory import Replaced
 from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.layers import RowParallelLinear
 from megatron_style.parallel.sharding import normal
 from megatron_style.parallel.topology import Axis
 
 KeysValues = tuple[Tensor, Tensor]
-Replaced = tuple[Tensor, Tensor]  # tokens that leave the memory, and what they are compressed to
 
 
 class Compression(nn.Module):

@@ -7,11 +7,13 @@ Shape letters: B rows, H local heads, T segment tokens, C cached tokens, E head 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_style.parallel.randomness import MaskSource, drawn_key
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -23,13 +25,19 @@ def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, 
     T = q_BHTE.shape[2]
     C = cached[0].shape[2]
     on_cpu = q_BHTE.device.type == "cpu"
+    if on_cpu and dropout:
+        return _Dropping.apply(q_BHTE, *cached, *inside, dropout, drawn_key())  # type: ignore[no-untyped-call, no-any-return]
     if C == 0:
         return F.scaled_dot_product_attention(q_BHTE, *inside, is_causal=True, dropout_p=dropout)
-    if on_cpu and dropout == 0:
+    if on_cpu:
         return _Parts.apply(q_BHTE, *cached, *inside)  # type: ignore[no-untyped-call, no-any-return]
+    keys, values = _joined(cached, inside)
+    return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=_fused_mask(T, C + T), dropout_p=dropout)
+
+
+def _joined(cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
-    mask = causal_mask(T, C + T, q_BHTE.device) if on_cpu else _fused_mask(T, C + T)
-    return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=mask, dropout_p=dropout)
+    return keys, values
 
 
 def attend_with_distances(
@@ -175,3 +183,93 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     out.mul_((lse - total).exp_()[..., None].to(out.dtype))
     out.add_(part.mul_((part_lse - total).exp_()[..., None].to(out.dtype)))
     lse.copy_(total)
+
+
+class _Dropping(torch.autograd.Function):
+    """Attention whose weights are dropped, in tiles of some heads and queries with all keys that they see. Neither
+    weights nor masks are kept: the backward pass computes the weights and draws the masks again, tile by tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, cached_k: Tensor, cached_v: Tensor, k: Tensor, v: Tensor, rate: float, key: int
+    ) -> Tensor:
+        tiles = _Tiles(q, (cached_k, cached_v), (k, v), MaskSource(rate, key, q.device))
+        out = torch.empty_like(tiles.queries)
+        for tile in tiles.all():
+            weights = tiles.weights(tile)
+            weights.mul_(tiles.source.draw(weights.shape))
+            out[tile.heads, tile.rows] = weights @ tiles.values[tile.heads, tile.keys]
+        mixed = out.mul_(1 / (1 - rate)).view(q.shape).to(q.dtype)
+        ctx.save_for_backward(q, cached_k, cached_v, k, v, mixed)
+        ctx.rate = rate
+        ctx.key = key
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, cached_k, cached_v, k, v, mixed = ctx.saved_tensors
+        tiles = _Tiles(q, (cached_k, cached_v), (k, v), MaskSource(ctx.rate, ctx.key, q.device))
+        grad = grad.reshape(tiles.queries.shape).to(tiles.queries.dtype)
+        own = (grad * mixed.flatten(0, 1)).sum(-1, keepdim=True)
+        grad = grad * (1 / (1 - ctx.rate))
+        grad_q = torch.empty_like(tiles.queries)
+        grad_k = torch.zeros_like(tiles.keys)
+        grad_v = torch.zeros_like(tiles.values)
+        for tile in tiles.all():
+            heads, rows, keys = tile
+            weights = tiles.weights(tile)
+            mask = tiles.source.draw(weights.shape)
+            scratch = weights * mask
+            grad_v[heads, keys].baddbmm_(scratch.transpose(1, 2), grad[heads, rows])
+            torch.bmm(grad[heads, rows], tiles.values[heads, keys].transpose(1, 2), out=scratch)
+            scratch.mul_(mask).sub_(own[heads, rows]).mul_(weights)  # the gradient of the scores
+            grad_q[heads, rows] = scratch @ tiles.keys[heads, keys]
+            grad_k[heads, keys].baddbmm_(scratch.transpose(1, 2), tiles.queries[heads, rows])
+        grad_q.mul_(tiles.scale)
+        C = cached_k.shape[2]
+        both = (
+            part.view(*q.shape[:2], -1, q.shape[3]).to(q.dtype).split([C, k.shape[2]], 2) for part in (grad_k, grad_v)
+        )
+        (grad_cached_k, grad_inside_k), (grad_cached_v, grad_inside_v) = both
+        return (
+            grad_q.view(q.shape).to(q.dtype), grad_cached_k, grad_cached_v, grad_inside_k, grad_inside_v, None, None,
+        )  # fmt: skip
+
+
+class _Tile(NamedTuple):
+    heads: slice  # of all rows
+    rows: slice  # queries
+    keys: slice  # those that the queries see, some of them partly
+
+
+class _Tiles:
+    """Scaled queries, keys and values by head [B x H, tokens, E], in at least float32."""
+
+    HEADS = 4  # with 128 queries, a tile of 1024 keys takes 2 MB
+    QUERIES = 128
+
+    def __init__(
+        self, q: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], source: MaskSource
+    ) -> None:
+        self.source = source
+        self.scale = q.shape[3] ** -0.5
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.queries = q.flatten(0, 1).to(dtype) * self.scale
+        self.keys, self.values = (part.flatten(0, 1).to(dtype) for part in _joined(cached, inside))
+        self._cached = cached[0].shape[2]
+        self._hidden = torch.ones(self.QUERIES, self.QUERIES, dtype=torch.bool, device=q.device).triu(1)
+
+    def all(self) -> Iterator[_Tile]:
+        rows, T, _ = self.queries.shape
+        for head in range(0, rows, self.HEADS):
+            for first in range(0, T, self.QUERIES):
+                last = min(first + self.QUERIES, T)
+                yield _Tile(slice(head, head + self.HEADS), slice(first, last), slice(0, self._cached + last))
+
+    def weights(self, tile: _Tile) -> Tensor:
+        """Return the weights before dropout."""
+        scores = self.queries[tile.heads, tile.rows] @ self.keys[tile.heads, tile.keys].transpose(1, 2)
+        queries = scores.shape[1]
+        scores[:, :, -queries:].masked_fill_(self._hidden[:queries, :queries], -torch.inf)
+        weights: Tensor = scores.softmax(-1)
+        return weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import NamedTuple, Self
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.config.model import CompressionConfig, ModelConfig
+from megatron_style.parallel.stream import Read, Stream
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,19 @@ class Reach:
 
 
 UNLIMITED = Reach()
+Replaced = tuple[Tensor, Tensor]  # tokens that leave the memory, and what they are compressed to
+Compress = Callable[[Tensor, Tensor], Replaced]  # of the memory and the segment after it
+
+
+class Recalled(NamedTuple):
+    """What the tokens of a segment attend to in a layer, besides each other."""
+
+    cached: Read  # [rows, length, hidden], with the features of all ranks
+    replaced: Replaced | None  # if the layer compresses
 
 
 class Seen(NamedTuple):
-    """What a layer adds to its memory after a segment."""
+    """What a layer adds to its memory after a segment: this rank's features of it."""
 
     tokens: Tensor  # its attention input
     compressed: Tensor | None = None  # made of the tokens that leave the memory
@@ -33,8 +43,8 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """`layers[i]` is [rows, length, hidden]: layer i's attention input (what its projections read), without positions
-    and without gradient. It holds at most the last `capacity` tokens.
+    """`layers[i]` is [rows, length, hidden / tensor ranks]: this rank's features of layer i's attention input (what its
+    projections read), without positions and without gradient. It holds at most the last `capacity` tokens.
 
     All code that keeps, saves, loads or measures a memory uses these methods, so that another kind of memory is another
     class with the same ones, and a row of `MEMORIES`."""
@@ -44,15 +54,14 @@ class Memory:
     reach: Reach = UNLIMITED
 
     @classmethod
-    def empty(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor, reach: Reach = UNLIMITED) -> Self:
-        """Return the memory of rows that have read nothing yet."""
-        length = cls.length_after(0, config, capacity)
-        return replace(cls._of_length(config, rows, length, capacity, like), reach=reach)
+    def empty(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor, ways: int = 1) -> Self:
+        """Return what each of `ways` tensor-parallel ranks keeps for rows that have read nothing yet."""
+        return cls._of_length(config, rows, cls.length_after(0, config, capacity), capacity, like, ways)
 
     @classmethod
-    def full(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor) -> Self:
+    def full(cls, config: ModelConfig, *, rows: int, capacity: int, like: Tensor, ways: int = 1) -> Self:
         """Return a memory of zeros, of the size that rows have in the middle of a text."""
-        return cls._of_length(config, rows, cls.length_after(capacity, config, capacity), capacity, like)
+        return cls._of_length(config, rows, cls.length_after(capacity, config, capacity), capacity, like, ways)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], config: ModelConfig, capacity: int) -> Self:
@@ -67,7 +76,8 @@ class Memory:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything that has to be saved, by name; the first dim of each tensor is the row."""
+        """Return everything that has to be saved, by name. The first dim of each tensor is the row; the last has this
+        rank's features."""
         return {str(index): layer for index, layer in enumerate(self.layers)}
 
     @property
@@ -77,6 +87,15 @@ class Memory:
     @property
     def rows(self) -> int:
         return self.layers[0].shape[0]
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same memory in another place."""
+        return replace(self, layers=tuple(map(move, self.layers)))
+
+    def recall(self, layer: int, tokens: Tensor, compress: Compress | None, stream: Stream) -> Recalled:
+        """Return what a layer remembers of the text before these tokens, which are its attention input."""
+        cached = stream.remember(self.layers[layer])
+        return Recalled(cached, compress and compress(cached.now, tokens))
 
     def advance(self, seen: Sequence[Seen]) -> Self:
         """Return the memory for the next segment of the same rows. Detaches, here and nowhere else."""
@@ -89,8 +108,8 @@ class Memory:
         return torch.cat(_last(self.capacity, old, new.tokens.detach()), dim=1)
 
     @classmethod
-    def _of_length(cls, config: ModelConfig, rows: int, length: int, capacity: int, like: Tensor) -> Self:
-        layers = tuple(like.new_zeros(rows, length, config.hidden_size) for _ in range(config.layers))
+    def _of_length(cls, config: ModelConfig, rows: int, length: int, capacity: int, like: Tensor, ways: int) -> Self:
+        layers = tuple(like.new_zeros(rows, length, config.hidden_size // ways) for _ in range(config.layers))
         return cls._of(layers, config, capacity)
 
     @classmethod

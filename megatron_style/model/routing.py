@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import Assignment, ModelConfig
 from megatron_style.model.attention import Attention, Mixed, Places, Side
-from megatron_style.model.compression import KeysValues, Replaced
+from megatron_style.model.compression import KeysValues
 from megatron_style.model.kernels import attend_in_blocks
-from megatron_style.parallel.collectives import copy_to_shards
+from megatron_style.model.memory import Replaced
 from megatron_style.parallel.layers import ColumnParallelLinear, PartialSumLinear
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Layout, ones, uniform, xavier
+from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
 
 CLUSTER_LOSS = "clusters"  # its name among a model's auxiliary losses
@@ -161,10 +162,10 @@ class RoutingHeads(nn.Module):
         for name, layout in self.learning_buffers.items():
             self.register_buffer(name, torch.empty(layout.shard_shape(axis.size)), persistent=False)
 
-    def forward(self, x_BTD: Tensor, dropout: float) -> Mixed:
+    def forward(self, x: Read, dropout: float) -> Mixed:
         """Return this rank's part of the output, before the reduction over the ranks."""
-        x_BHTE = normed(self._heads(self.query(x_BTD)))
-        v_BHTE = self._heads(self.value(x_BTD))
+        x_BHTE = normed(self._heads(self.query(x)))
+        v_BHTE = self._heads(self.value(x))
         means_HKE = self.means.to(x_BHTE.dtype)
         member_BHT = nearest(x_BHTE, means_HKE)
         attend = ASSIGNMENTS[self.routing.assignment]
@@ -211,13 +212,12 @@ class RoutedAttention(LocalAttention):
         self.routed = RoutingHeads(config, axis)
 
     def forward(
-        self, x_BTD: Tensor, cached_BCD: Tensor, pos: Places, noise: Noise | None, replaced: Replaced | None = None
+        self, x: Read, cached: Read, pos: Places, noise: Noise | None, stream: Stream, replaced: Replaced | None = None
     ) -> Mixed:
         assert replaced is None, "routing has no memory"
-        x_BTD = copy_to_shards(x_BTD, self.axis)
-        routed = self.routed(x_BTD, self.dropout if noise is not None else 0.0)
-        local, _ = self.mixture(x_BTD, cached_BCD, pos, noise)
-        return Mixed(self.out(local, routed.x), routed.side)
+        routed = self.routed(x, self.dropout if noise is not None else 0.0)
+        local, _ = self.mixture(x, cached, pos, noise)
+        return Mixed(self.out(local, stream, routed.x), routed.side)
 
 
 def routing_attention(config: ModelConfig, layer: int) -> type[LocalAttention]:

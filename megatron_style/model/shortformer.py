@@ -6,6 +6,8 @@ Without a memory, and with positions added to the embeddings, it is the language
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -21,6 +23,7 @@ from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.randomness import Noise, replicated_dropout
+from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
 
 
@@ -57,13 +60,22 @@ class _Ran(NamedTuple):
 
 class Shortformer(nn.Module):
     def __init__(
-        self, config: ModelConfig, vocab_size: int, axis: Axis | None = None, *, recompute: bool = False
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        axis: Axis | None = None,
+        *,
+        recompute: bool = False,
+        sequence: bool = False,
     ) -> None:
+        """Build the shards of one rank of the tensor axis, without weights. With `sequence`, the vectors between layers
+        are split over that axis by position."""
         super().__init__()
         axis = axis or Axis()
         self.config = config
         self.vocab_size = vocab_size
         self.recompute = recompute
+        self.sequence = sequence
         self.vocabulary = make_vocabulary(config, vocab_size, axis)
         self.axis = axis
         self.positions = attention_of(config).positions(config.hidden_size)
@@ -71,7 +83,9 @@ class Shortformer(nn.Module):
 
     def empty_memory(self, rows: int, capacity: int, reach: Reach = UNLIMITED) -> Memory:
         kind = memory_of(self.config)
-        return kind.empty(self.config, rows=rows, capacity=capacity, like=next(self.parameters()), reach=reach)
+        like = next(self.parameters())
+        empty = kind.empty(self.config, rows=rows, capacity=capacity, like=like, ways=self.axis.size)
+        return replace(empty, reach=reach)
 
     def forward(
         self,
@@ -88,12 +102,15 @@ class Shortformer(nn.Module):
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
         it nothing is dropped. `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
         methods of their own, because ZeRO 3 gathers the weights only inside `forward`."""
-        x_BTD, memory, key_BTD, auxiliary, tally = self.features(ids_BT, memory, noise)
+        stream = self._stream(ids_BT.shape[1])
+        x_BTD, memory, key_BTD, auxiliary, tally = self._blocks(ids_BT, memory, noise, stream)
+        x_BTD = stream.join(x_BTD)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
         following = self.vocabulary.likeliest(x_BTD[:, -1]) if likeliest else None
         nll_BT = nll_N.view(targets_BT.shape)
-        return Output(nll_BT, memory, auxiliary, likeliest=following, key=key_BTD if key else None, tally=tally)
+        keys = stream.join(key_BTD) if key else None
+        return Output(nll_BT, memory, auxiliary, likeliest=following, key=keys, tally=tally)
 
     def move_centroids(self, tally: Tensor) -> None:
         """Move the centroids of a routing model by the tallies of an update, summed over its micro-batches and ranks.
@@ -107,9 +124,22 @@ class Shortformer(nn.Module):
             return {}
         return {CLUSTER_LOSS: reduce_from_shards(torch.stack([side.loss for side in sides]).sum(), self.axis)}
 
-    def features(self, ids_BT: Tensor, memory: Memory, noise: Noise | None = None) -> Features:
-        x, pos = self.enter(ids_BT, memory.length, memory.reach)
-        x = replicated_dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
+    def features(self, ids_BT: Tensor, memory: Memory) -> Features:
+        """Return what the blocks make of a text; nothing is dropped."""
+        stream = self._stream(ids_BT.shape[1])
+        found = self._blocks(ids_BT, memory, None, stream)
+        return found._replace(x=stream.join(found.x), key=stream.join(found.key))
+
+    def _stream(self, length: int) -> Stream:
+        """Return how the vectors of a segment are spread over the tensor axis. Those of a segment whose length does not
+        divide, such as the last one of a text, are replicated, which gives the same."""
+        can_split = self.axis.size > 1 and length % self.axis.size == 0
+        return Stream(self.axis, is_split=self.sequence and can_split, recalls=not self.recompute)
+
+    def _blocks(self, ids_BT: Tensor, memory: Memory, noise: Noise | None, stream: Stream) -> Features:
+        """Return what the blocks make of a text, spread over the tensor axis as `stream` says."""
+        x, pos = self.enter(ids_BT, memory.length, memory.reach, stream)
+        x = stream.dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
         if isinstance(pos, Distances):
             table = replicated_dropout(pos.table_SD, self.config.dropout.hidden, noise and noise.at("distances"))
             pos = pos._replace(table_SD=table)
@@ -117,7 +147,7 @@ class Shortformer(nn.Module):
         losses = []
         sides = []
         for unit in units(self.config):
-            x, seen, auxiliary, fed, side = self._run(unit, x, memory, pos, noise)
+            x, seen, auxiliary, fed, side = self._run(unit, x, memory, pos, noise, stream)
             losses.append(auxiliary)
             if seen is not None:
                 all_seen.append(seen)
@@ -128,29 +158,36 @@ class Shortformer(nn.Module):
         tally = torch.stack([side.tally for side in sides]) if sides else None
         return Features(x, memory.advance(all_seen), fed, auxiliary, tally)
 
-    def enter(self, ids_BT: Tensor, remembered: int, reach: Reach = UNLIMITED) -> tuple[Tensor, Places]:
+    def enter(
+        self, ids_BT: Tensor, remembered: int, reach: Reach = UNLIMITED, stream: Stream | None = None
+    ) -> tuple[Tensor, Places]:
         """Return the input of the first block after `remembered` tokens, and the positions passed to every block."""
-        return attention_of(self.config).enter(self.embed(ids_BT), self.positions, remembered, reach)
+        stream = stream or Stream(self.axis)
+        return attention_of(self.config).enter(self.embed(ids_BT, stream), self.positions, remembered, reach, stream)
 
-    def embed(self, ids_BT: Tensor) -> Tensor:
+    def embed(self, ids_BT: Tensor, stream: Stream | None = None) -> Tensor:
         """Return the token vectors, without positions."""
         scale: float = self.config.hidden_size**0.5
-        return self.vocabulary.embed(ids_BT) * scale
+        return self.vocabulary.embed(ids_BT, stream or Stream(self.axis)) * scale
 
-    def _run(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> _Ran:
+    def _run(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None, stream: Stream) -> _Ran:
+        given = (unit, x, memory, pos, noise, stream)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._sublayers, unit, x, memory, pos, noise, use_reentrant=False)  # type: ignore[no-any-return]
-        return self._sublayers(unit, x, memory, pos, noise)
+            return checkpoint(self._sublayers, *given, use_reentrant=False)  # type: ignore[no-any-return]
+        return self._sublayers(*given)
 
-    def _sublayers(self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None) -> _Ran:
+    def _sublayers(
+        self, unit: Unit, x: Tensor, memory: Memory, pos: Places, noise: Noise | None, stream: Stream
+    ) -> _Ran:
         seen = None
         fed = None
         side = None
         auxiliary: Mapping[str, Tensor] = {}
         if (i := unit.attention) is not None:
-            x, seen, auxiliary, side = self.blocks[i].attend(x, memory.layers[i], pos, noise and noise.at(i))
+            recall = partial(memory.recall, i)
+            x, seen, auxiliary, side = self.blocks[i].attend(x, recall, pos, noise and noise.at(i), stream)
         if (i := unit.feed_forward) is not None:
-            x, fed = self.blocks[i].feed(x, noise and noise.at(i))
+            x, fed = self.blocks[i].feed(x, noise and noise.at(i), stream)
         return _Ran(x, seen, auxiliary, fed, side)
 
 

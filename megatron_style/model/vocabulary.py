@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.shape import BandShape, bands
-from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
+from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
 from megatron_style.parallel.randomness import Noise, replicated_dropout
 from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier, zeros
+from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
 
 
@@ -78,13 +79,13 @@ class AdaptiveVocabulary(nn.Module):
         biases = config.vocabulary.biases
         self.cluster_biases = parameter(Layout((tails,), draw=zeros), axis) if biases else None
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, stream: Stream) -> Tensor:
         flat = ids.reshape(-1)
         out_ND = self.clusters.new_zeros(flat.numel(), self.hidden_size)
         for band in self.bands:
             index, rows = band.table.owned_rows(flat - band.first)
             out_ND.index_copy_(0, index, band.widened(rows))
-        return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
+        return stream.leave(out_ND.view(*ids.shape, self.hidden_size))
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
         """Return the negative log-likelihood of each target, without a matrix of tokens x full vocabulary. Targets on
@@ -164,11 +165,11 @@ class PlainVocabulary(nn.Module):
         else:
             self.output_table = self.table
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, stream: Stream) -> Tensor:
         index, rows = self.table.owned_rows(ids.reshape(-1))
         out_ND = rows.new_zeros(ids.numel(), self.hidden_size)
         out_ND.index_copy_(0, index, rows)
-        return reduce_from_shards(out_ND, self.axis).view(*ids.shape, self.hidden_size)
+        return stream.leave(out_ND.view(*ids.shape, self.hidden_size))
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
         del noise  # the reference has no dropout here

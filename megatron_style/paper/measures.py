@@ -38,15 +38,17 @@ class Evaluation:
     mode: EvaluationMode
     split: Split = "valid"
     stride: int | None = None  # the paper's
+    length: int | None = None  # of windows, in the paper's numbers; None: the length of the last stage
     memory: LongMemory | None = None
     neighbours: int | None = None  # of a kNN-LM with a datastore of the training text, as many as its authors use
 
     @property
     def name(self) -> str:
+        length = f"-L{self.length}" if self.length else ""
         stride = f"-S{self.stride}" if self.stride else ""
         memory = f"-M{self.memory.cache_length}" if self.memory else ""
         neighbours = f"-knn{self.neighbours}" if self.neighbours else ""
-        return f"{self.split}-{self.mode}{stride}{memory}{neighbours}"
+        return f"{self.split}-{self.mode}{length}{stride}{memory}{neighbours}"
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,21 @@ class Presented:
 
     @property
     def header(self) -> list[str]:
-        return ["", *chain.from_iterable((f"{name}, paper", f"{name}, here") for name in self.table.columns)]
+        header = [""]
+        for name, is_published in zip(self.table.columns, self._published, strict=True):
+            header += [f"{name}, paper", f"{name}, here"] if is_published else [name]
+        return header
 
     @property
     def lines(self) -> list[list[str]]:
-        return [_line(row, cells) for row, cells in zip(self.table.rows, self.cells, strict=True)]
+        pairs = zip(self.table.rows, self.cells, strict=True)
+        return [[row.label, *_texts(cells, self._published)] for row, cells in pairs]
+
+    @property
+    def _published(self) -> list[bool]:
+        """Return, for each column, whether the paper has a figure in it."""
+        figures = (row.paper for row in self.table.rows)
+        return [any(figure is not None for figure in column) for column in zip(*figures, strict=True)]
 
 
 def present(table: Table, found: Findings) -> Presented:
@@ -96,12 +106,13 @@ def _cell_as_json(cell: Cell) -> dict[str, object]:
     return {"paper": cell.paper, "here": [_plain(value) for value in cell.here.values] if cell.here else None}
 
 
-def _line(row: Row, cells: Sequence[Cell]) -> list[str]:
-    line = [row.label]
-    for cell in cells:
-        line.append("-" if cell.paper is None else short(cell.paper))
-        line.append(str(cell.here) if cell.here else "-")
-    return line
+def _texts(cells: Sequence[Cell], published: Sequence[bool]) -> list[str]:
+    texts = []
+    for cell, is_published in zip(cells, published, strict=True):
+        if is_published:
+            texts.append("-" if cell.paper is None else short(cell.paper))
+        texts.append(str(cell.here) if cell.here else "-")
+    return texts
 
 
 def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,12 @@
 """Differentiable collectives for tensor parallelism, as plain functions, and collectives for JSON values.
 
-function            forward      backward      Megatron's name
-copy_to_shards      identity     all-reduce    f
-reduce_from_shards  all-reduce   identity      g
+function            forward         backward         Megatron's name
+copy_to_shards      identity        all-reduce       f
+reduce_from_shards  all-reduce      identity         g
+gather_positions    all-gather      reduce-scatter   g of sequence parallelism
+scatter_positions   reduce-scatter  all-gather       its conjugate
+join_positions      all-gather      own share
+sum_gradients       identity        all-reduce       of several tensors at once
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_style.parallel.topology import Axis
+
+_POSITIONS = 1  # the dim of positions in [rows, positions, features]
 
 
 class _CopyToShards(torch.autograd.Function):
@@ -38,6 +44,52 @@ class _ReduceFromShards(torch.autograd.Function):
         return grad, None
 
 
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather_along(_POSITIONS, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.sum_share(_POSITIONS, grad), None
+
+
+class _ScatterPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.sum_share(_POSITIONS, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.axis.gather_along(_POSITIONS, grad), None
+
+
+class _JoinPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.gather_along(_POSITIONS, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.axis.size, _POSITIONS)[ctx.axis.rank], None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        total = ctx.axis.sum(torch.cat([grad.flatten() for grad in grads]))
+        parts = total.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
+
+
 def copy_to_shards(x: Tensor, axis: Axis) -> Tensor:
     """Pass replicated `x` into a computation that is split over the axis."""
     return x if axis.size == 1 else _CopyToShards.apply(x, axis)  # type: ignore[no-untyped-call]
@@ -48,6 +100,36 @@ def reduce_from_shards(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFromShards.apply(x, axis)  # type: ignore[no-untyped-call]
 
 
+def gather_positions(x: Tensor, axis: Axis) -> Tensor:
+    """Pass `x`, split by position, into a computation that is split over the axis in another way."""
+    return x if axis.size == 1 else _GatherPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def scatter_positions(x: Tensor, axis: Axis) -> Tensor:
+    """Add up the partial sums of such a computation; each rank gets the result of its own positions."""
+    return x if axis.size == 1 else _ScatterPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def join_positions(x: Tensor, axis: Axis) -> Tensor:
+    """Pass `x`, split by position, into a computation that all ranks do alike."""
+    return x if axis.size == 1 else _JoinPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def sum_gradients(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+    """Use replicated tensors in a computation of which each rank does a part, such as its own positions."""
+    return tensors if axis.size == 1 else _SumGradients.apply(axis, *tensors)  # type: ignore[no-untyped-call]
+
+
+def own_features(x: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's share of the features of a replicated tensor, without the memory of the others."""
+    return x if axis.size == 1 else x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
+
+
+def gather_features(x: Tensor, axis: Axis) -> Tensor:
+    """Return all features of a tensor of which each rank has its share, without gradient."""
+    return axis.gather_along(x.dim() - 1, x.detach())
+
+
 def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
     """Return the element-wise maximum over the ranks, without gradient."""
     largest = x.detach().clone()
@@ -56,16 +138,17 @@ def largest_over_shards(x: Tensor, axis: Axis) -> Tensor:
     return largest
 
 
-def gather_json(value: Any) -> list[Any]:
-    """Return the values of all ranks, in rank order. torch's object collectives would unpickle whatever arrives."""
-    own = _bytes_of(value)
-    lengths = [torch.zeros_like(_length_of(own)) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, _length_of(own))
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks, in rank order. torch's object collectives would unpickle whatever arrives. A
+    `group` is another one of all ranks, for a thread that must not disturb the main one's collectives."""
+    own = _bytes_of(value, group)
+    lengths = [torch.zeros_like(_length_of(own)) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, _length_of(own), group=group)
     sizes = [int(length) for length in lengths]
     padded = own.new_zeros(max(sizes))
     padded[: len(own)] = own
     gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded, group=group)
     return [_value_of(data[:size]) for data, size in zip(gathered, sizes, strict=True)]
 
 
@@ -79,12 +162,12 @@ def broadcast_json(value: Any) -> Any:
     return _value_of(data)
 
 
-def _bytes_of(value: Any) -> Tensor:
+def _bytes_of(value: Any, group: dist.ProcessGroup | None = None) -> Tensor:
     """Encode the value. What would not arrive as it was sent, such as a tuple, a numeric key or NaN, is refused."""
     text = json.dumps(value, allow_nan=False)
     if json.loads(text) != value:
         raise TypeError(f"{value!r:.200}: does not survive JSON; send lists, and dictionaries with strings as keys")
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device())
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_device(group))
 
 
 def _value_of(data: Tensor) -> Any:
@@ -95,9 +178,9 @@ def _length_of(data: Tensor) -> Tensor:
     return torch.tensor([len(data)], dtype=torch.int64, device=data.device)
 
 
-def _device() -> torch.device:
+def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device on which the backend expects tensors: NCCL the rank's current device, gloo the host."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if dist.get_backend() == "gloo" or accelerator is None:
+    if dist.get_backend(group) == "gloo" or accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

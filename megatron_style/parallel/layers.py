@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_style.parallel.collectives import copy_to_shards, reduce_from_shards
+from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag, zeros
+from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
 
 
@@ -27,24 +28,52 @@ class _FrozenLinear(torch.autograd.Function):
         return grad @ ctx.layer.weight, None
 
 
+class _RecalledLinear(torch.autograd.Function):
+    """A linear layer that keeps neither its input, which is gathered again in the backward pass, nor its weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnParallelLinear, read: Read
+    ) -> Tensor:
+        ctx.layer = layer
+        ctx.again = read.again
+        ctx.added = read.added
+        ctx.again.will_read()
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gathered = ctx.again.read()
+        x = gathered if ctx.added is None else gathered + ctx.added
+        grad_ND = grad.flatten(0, -2)
+        grad_x = grad @ ctx.layer.weight if ctx.needs_input_grad[0] else None
+        grad_bias = grad_ND.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_ND.T @ x.flatten(0, -2), grad_bias, None, None
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: each rank computes its own columns of y.
 
-    The caller passes its input through `copy_to_shards`, once for all layers that read it, so that the backward pass
-    has one all-reduce."""
+    The caller passes its input through `Stream.enter`, once for all layers that read it, so that the backward pass has
+    one reduction."""
 
     def __init__(self, in_features: int, out_features: int, *, axis: Axis, weight: Draw, bias: Draw | None) -> None:
         super().__init__()
         self.weight = parameter(Layout((out_features, in_features), 0, draw=weight), axis)
         self.bias = parameter(Layout((out_features,), 0, draw=bias), axis) if bias else None
 
-    def forward(self, *inputs: Tensor, frozen: int = 0) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor | Read, frozen: int = 0) -> Tensor | tuple[Tensor, ...]:
         """Apply the layer to each input; the last `frozen` ones give its weight and bias no gradient. One call serves
         several inputs, so that ZeRO 3 gathers the weight once."""
         learning = len(inputs) - frozen
-        outputs = tuple(F.linear(x, self.weight, self.bias) for x in inputs[:learning])
+        outputs = tuple(self._learning(x if isinstance(x, Read) else Read(x)) for x in inputs[:learning])
         outputs += tuple(_FrozenLinear.apply(x, self) for x in inputs[learning:])  # type: ignore[no-untyped-call]
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def _learning(self, read: Read) -> Tensor:
+        if read.again is None:
+            return F.linear(read.now, self.weight, self.bias)
+        return _RecalledLinear.apply(read.now, self.weight, self.bias, self, read)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class RowParallelLinear(nn.Module):
@@ -56,14 +85,16 @@ class RowParallelLinear(nn.Module):
         self.weight = parameter(Layout((out_features, in_features), 1, draw=weight), axis)
         self.bias = parameter(Layout((out_features,), draw=bias), axis) if bias else None
 
-    def forward(self, x: Tensor, partial: Tensor | None = None) -> Tensor:
-        """Apply the layer. The sum of a `PartialSumLinear` is reduced with its own."""
+    def forward(self, x: Tensor, stream: Stream | None = None, partial: Tensor | None = None) -> Tensor:
+        """Apply the layer. The sum of a `PartialSumLinear` is reduced with its own. Without a stream, all ranks get the
+        result of all positions."""
         if self.axis.size == 1:
             total = F.linear(x, self.weight, self.bias)
             return total if partial is None else total + partial
+        stream = stream or Stream(self.axis)
         own = F.linear(x, self.weight)
-        total = reduce_from_shards(own if partial is None else own + partial, self.axis)
-        return total if self.bias is None else total + self.bias
+        total = stream.leave(own if partial is None else own + partial)
+        return total if self.bias is None else total + stream.use(self.bias)[0]
 
 
 class PartialSumLinear(nn.Module):
@@ -84,6 +115,10 @@ class ReplicatedLayerNorm(nn.LayerNorm):
         super().__init__(size)
         for param in self.parameters():
             tag(param, Layout((size,)), axis)
+
+    def forward(self, x: Tensor, stream: Stream | None = None) -> Tensor:
+        weight, bias = (self.weight, self.bias) if stream is None else stream.use(self.weight, self.bias)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class VocabParallelTable(nn.Module):

@@ -25,6 +25,25 @@ class Axis:
             dist.all_reduce(total, group=self.group)
         return total
 
+    def gather_along(self, dim: int, value: Tensor) -> Tensor:
+        """Return the values of all ranks, joined in rank order along `dim`."""
+        if self.size == 1:
+            return value
+        joined = value.new_empty(self.size * len(value), *value.shape[1:])  # along the first dim, as backends expect
+        if value.numel():
+            dist.all_gather_into_tensor(joined, value.contiguous(), group=self.group)
+        values: Tensor = joined.view(self.size, *value.shape)
+        return values.movedim(0, dim).flatten(dim, dim + 1)
+
+    def sum_share(self, dim: int, value: Tensor) -> Tensor:
+        """Return this rank's share, along `dim`, of the sum over all ranks."""
+        if self.size == 1:
+            return value
+        shares = value.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        total = torch.empty_like(shares[0])
+        dist.reduce_scatter_tensor(total, shares.flatten(0, 1), group=self.group)
+        return total
+
     def gather(self, value: Tensor) -> list[Tensor]:
         """Return the values of all ranks, which must have one shape, in rank order."""
         if self.size == 1:
@@ -32,6 +51,21 @@ class Axis:
         values = [torch.empty_like(value) for _ in range(self.size)]
         dist.all_gather(values, value.contiguous(), group=self.group)
         return values
+
+    def shift(self, value: Tensor) -> Tensor:
+        """Return the value of the rank before this one, which must have the same shape; rank 0 gets the last rank's."""
+        if self.size == 1:
+            return value
+        assert self.group is not None
+        received = torch.empty_like(value, memory_format=torch.contiguous_format)
+        ranks = dist.get_process_group_ranks(self.group)
+        following = ranks[(self.rank + 1) % self.size]
+        previous = ranks[self.rank - 1]
+        sends = dist.P2POp(dist.isend, value.contiguous(), following, self.group)
+        receives = dist.P2POp(dist.irecv, received, previous, self.group)
+        for request in dist.batch_isend_irecv([sends, receives]):
+            request.wait()
+        return received
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class MemoryEstimate:
     """Bytes that a stage needs on one rank."""
 
     states: StateBytes
-    caches: float  # the last segment's and the next one's, of all rows
+    caches: float  # on the device: the last segment's and the next one's, of all rows or of those that are computed
+    host_caches: float
     activations: ActivationBytes
     total: float
 
@@ -51,7 +52,7 @@ def estimate_memory(setup: Setup, stage: Stage) -> MemoryEstimate:
     active = estimate_activations(setup, stage)
     held = states.weights + states.gradients + states.optimizer + caches
     total = held + max(states.buffers + active.peak, states.update)
-    return MemoryEstimate(states, caches, active, total)
+    return MemoryEstimate(states, caches, setup.model.layers * attention.host_caches, active, total)
 
 
 def estimate_activations(setup: Setup, stage: Stage) -> ActivationBytes:
@@ -62,7 +63,7 @@ def estimate_activations(setup: Setup, stage: Stage) -> ActivationBytes:
     if setup.recompute:  # a unit keeps its input only, and everything else while it is recomputed
         stream = parts.attention.batch.stream
         needed += kept - stream
-        blocks = float(len(units(setup.model)) * stream)
+        blocks = len(units(setup.model)) * stream
     held_for_cache = parts.layers * parts.attention.held_for_cache
     busiest = max(parts.vocabulary.needed, needed, held_for_cache)
     return ActivationBytes(blocks, parts.vocabulary.kept, blocks + parts.vocabulary.kept_by_embedding + busiest)

@@ -32,7 +32,7 @@ def summary(estimate: RunEstimate) -> dict[str, object]:
         "time": duration(totals.seconds),
         "time at the last length": duration(totals.seconds_at_last_length),
         "saved by stages": "unknown" if totals.saving is None else f"{totals.saving:.1%}",
-    }
+    } | {f"blend of stage {stage}": shares for stage, shares in enumerate(estimate.blend, start=1)}
 
 
 def tables(estimate: RunEstimate) -> Iterator[Table]:
@@ -56,7 +56,7 @@ _MEMORY_CELLS: Mapping[str, Cell] = {
     "  without recompute": lambda stage: size(stage.unrecomputed),
     "  with recompute": lambda stage: size(stage.recomputed),
     "total": lambda stage: size(stage.memory.total),
-    "and in host memory": lambda stage: size(stage.memory.states.host),
+    "and in host memory": lambda stage: size(stage.memory.states.host + stage.memory.host_caches),
     "fits": lambda stage: stage.fits,
     "rows at once": lambda stage: f"{stage.stage.micro_rows} of {stage.stage.rows}",
     "largest micro_rows that fits": lambda stage: stage.largest_micro_rows or "none",

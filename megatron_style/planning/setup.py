@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig
-from megatron_style.config.run import RunConfig
+from megatron_style.config.run import CachePlace, RunConfig
 from megatron_style.model.shape import BandShape, bands, buffers, parameters
 from megatron_style.planning.text import TextFacts
 
@@ -68,8 +68,8 @@ class Sharding:
 class Kernels:
     """What torch's kernels keep; the defaults are those of GPUs."""
 
-    fused_attention: bool = True  # never holds the matrix of tokens x tokens; on CPUs only without dropout
-    byte_masks: bool = True  # torch's own dropout keeps a byte per element; on CPUs, as many as the element has
+    fused_attention: bool = True  # never holds the matrix of tokens x tokens
+    byte_masks: bool = True  # of torch's plain attention; on CPUs, four bytes per element
     bytes_kept_per_score: int = _FLOAT  # logits are in full precision, whatever the weights are in
     bytes_needed_per_score: int = 0  # extra bytes at the peak; 0, because the gradient reuses the logits' memory
 
@@ -89,6 +89,8 @@ class Setup:
     data: int = 1
     recompute: bool = False
     kernels: Kernels = ON_GPU
+    sequence: bool = False  # what lies between layers is split over the tensor-parallel ranks, by position
+    cache: CachePlace = "device"
 
     @cached_property  # a search over micro-batches reads it often
     def parameter_sizes(self) -> tuple[int, ...]:
@@ -120,6 +122,8 @@ def setup_of(run: RunConfig, text: TextFacts, sharding: Sharding, *, gpus: int) 
         tensor=tensor,
         data=gpus // tensor,
         recompute=run.parallel.recompute,
+        sequence=run.parallel.sequence,
+        cache=run.parallel.cache,
     )
 
 

@@ -23,9 +23,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Sums:
-    """The partial sums of one micro-batch."""
+    """The messages of one micro-batch over the tensor axis."""
 
-    bytes: float
+    bytes: float  # that are reduced, or as much work
     messages: int
 
 
@@ -54,10 +54,11 @@ def _sent_over_tensor_axis(setup: Setup, stage: Stage) -> _Sums:
     parts = parts_of(setup, stage)
     halves = (parts.attention.sent, parts.feed_forward.sent)
     ends = parts.vocabulary.sent
-    vectors = parts.layers * sum(half.vectors for half in halves) + ends.vectors
+    reduced = parts.layers * sum(half.vectors for half in halves) + ends.vectors
+    moved = parts.layers * sum(half.moved for half in halves) + ends.moved
     other = parts.layers * sum(half.other for half in halves) + ends.other
     losses = 1 if setup.model.routing else 0  # a number: the cluster loss of all layers
     return _Sums(
-        bytes=vectors * setup.model.hidden_size * setup.sharding.element_bytes + other,
+        bytes=(reduced + moved / 2) * setup.model.hidden_size * setup.sharding.element_bytes + other,
         messages=parts.layers * sum(half.messages for half in halves) + ends.messages + losses,
     )

@@ -7,8 +7,10 @@ cluster is booked. What is not real is listed in `stand_ins.py`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,9 +30,11 @@ from megatron_style.planning.setup import Setup, setup_of, sharding_of
 from megatron_style.planning.text import TextFacts, text_facts, zipf_ids
 from megatron_style.rehearsal.live_bytes import LiveBytes
 from megatron_style.rehearsal.stand_ins import HostTensor, fake_rank
+from megatron_style.schedule.blend import sources_of
 from megatron_style.schedule.stages import Stage, StageSchedule, resolve_stage
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SAVINGS: Mapping[str, Any] = {"sequence": True, "recompute": True, "cache": "host"}  # the cheapest first
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,18 @@ def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.d
     vectors a tensor-parallel rank looks up, and how many tokens each band scores."""
     count = run.data.tokens_per_batch
     if text.tokens is not None:
-        tokens = open_store(run.data.train).tokens
-        return tokens[np.linspace(0, len(tokens) - 1, count).astype(np.int64)].astype(np.int64)
+        return _ids_of_text(run, text, count)
     return zipf_ids(text.vocab_size, count)
+
+
+def _ids_of_text(run: RunConfig, text: TextFacts, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return ids from all over the text, as many of each source of a blend as its share, in random order."""
+    counts = sources_of(run.data, text.source_tokens).allot(count, 1, "data.tokens_per_batch")
+    parts = []
+    for source, own_count in zip(run.data.sources, counts, strict=True):
+        tokens = open_store(source.path).tokens
+        parts.append(tokens[np.linspace(0, len(tokens) - 1, own_count).astype(np.int64)].astype(np.int64))
+    return parts[0] if len(parts) == 1 else np.random.default_rng(run.seed).permutation(np.concatenate(parts))
 
 
 def _settle(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> None:
@@ -127,11 +140,12 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
     step are held until the update, and those for the next one to the end."""
     shape = (stage.micro_rows, stage.segment_length)
     batch = ids[: stage.micro_rows * stage.segment_length].view(shape)
-    caches = [engine.full_memory(stage.micro_rows, stage.cache_length) for _ in range(stage.accumulation)]
+    full = partial(engine.full_memory, stage.micro_rows, stage.cache_length)
+    caches = [engine.caches.keep(full()) for _ in range(stage.accumulation)]
     next_caches = []
     live.mark()
     last_line = time.monotonic()
-    for micro, memory in enumerate(caches):
+    for micro, memory in enumerate(engine.caches.fetched(caches)):
         if time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
             log(f"rehearsing stage {stage.index + 1}: micro-batch {micro + 1} of {stage.accumulation}")
             last_line = time.monotonic()
@@ -139,8 +153,10 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
         assert output.nll.shape == shape, f"{tuple(output.nll.shape)} losses for {shape} targets"
         loss = output.nll.mean() + sum(output.auxiliary.values())
         engine.accumulate(loss, is_last=micro == stage.accumulation - 1)
-        next_caches.append(output.memory)
+        next_caches.append(engine.caches.keep(output.memory))
+        del output
     passes = live.peak
+    del memory
     caches.clear()
     live.mark()
     engine.update(None)
@@ -152,8 +168,16 @@ def _remedy(setup: Setup, stage: Stage, plannable: float) -> str:
     fitting = largest_micro_rows(setup, stage, plannable)
     if fitting is not None:
         return f"set stages.{stage.index}.micro_rows to {fitting}"
-    if not setup.recompute:
-        return "set parallel.recompute to true"
+    unused = [(key, value) for key, value in _SAVINGS.items() if getattr(setup, key) != value]
+    if setup.tensor == 1:
+        unused.remove(("sequence", True))
+    if not stage.cache_length:
+        unused.remove(("cache", "host"))
+    enough = [
+        (key, value) for key, value in unused if largest_micro_rows(replace(setup, **{key: value}), stage, plannable)
+    ]
+    if settings := enough[:1] or unused:
+        return "set " + " and ".join(f"parallel.{key} to {str(value).lower()}" for key, value in settings)
     return "use more tensor-parallel ranks, a higher ZeRO stage or a smaller data.tokens_per_batch"
 
 

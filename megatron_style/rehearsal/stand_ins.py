@@ -89,6 +89,15 @@ def _dropout_with_byte_mask(x: Tensor, rate: float, noise: Noise | None) -> Tens
     return torch.native_dropout(x, rate, True)[0] if noise is not None and rate else x
 
 
+def _to_host(x: Tensor, *, pinned: bool) -> Tensor:
+    del pinned
+    return torch.empty_like(x, device="meta")
+
+
+def _to_device(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(x, device=device)
+
+
 def _convert_in_place(module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     for child in module.children() if recurse else ():
         _convert_in_place(child, convert)
@@ -104,6 +113,9 @@ _REPLACED = {
     # The kernels of a GPU; those of a CPU keep other tensors for the backward pass.
     "megatron_style.model.attention.attend": _flash_attention,
     "megatron_style.model.block.sharded_dropout": _dropout_with_byte_mask,
+    # A cache on the host has a shape only; the meter does not count it.
+    "megatron_style.model.caches.to_host": _to_host,
+    "megatron_style.model.caches.to_device": _to_device,
     # Fake tensors have no numbers to initialise.
     "megatron_style.engine.build.initialise": lambda *_: None,
     # torch would swap each fake parameter with its converted copy, and fails because fake mode holds references to it.

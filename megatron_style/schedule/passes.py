@@ -10,25 +10,29 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
+from megatron_style.schedule.random_order import RandomOrder
 from megatron_style.schedule.unread import Indices, Unread
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The tokens of some rows in one step: row i reads stream[places[i, :lengths[i]]]."""
+    """The tokens of some rows in one step: row i reads places[i, :lengths[i]] of the stream of its source."""
 
     places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
     lengths: Indices  # [rows]
+    sources: Indices  # [rows]; numbers in the order of data.train
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
+    """A pass over one source."""
+
     unread: Unread
-    rows: int  # over all data-parallel ranks
+    rows: int  # of this source, over all data-parallel ranks
     segment_length: int
 
     @property
@@ -61,12 +65,16 @@ class Pass(ABC):
         """Return the tokens of all rows in this turn."""
         return int(self._lengths(turn).sum())
 
-    def read(self, turn: int, rows: Indices) -> Reading:
-        width = int(self._lengths(turn).max())  # over all rows, so that it is the same on every rank
+    def width(self, turn: int) -> int:
+        """Return the length of the longest segment of all rows."""
+        return int(self._lengths(turn).max())
+
+    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices]:
+        """Return the places and lengths of the rows' segments; see `Reading`."""
         firsts, lengths = self.extent(turn, rows)
         offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
         places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
-        return Reading(self.unread.in_stream(places), lengths)
+        return self.unread.in_stream(places), lengths
 
     def _lengths(self, turn: int) -> Indices:
         return self.extent(turn, np.arange(self.rows))[1]
@@ -95,7 +103,9 @@ class TextLanes(Pass):
     def _bounds(self) -> Indices:
         """Return the bounds of the lanes: lane i is the places bounds[i]..bounds[i + 1]. Their lengths differ by at
         most one token."""
-        return np.arange(self.rows + 1) * self.unread.tokens // self.rows
+        lanes = np.arange(self.rows + 1)
+        length, longer = divmod(self.unread.tokens, self.rows)
+        return lanes * length + lanes * longer // self.rows  # lanes * tokens would overflow 64 bits
 
 
 @dataclass(frozen=True)
@@ -107,44 +117,41 @@ class ShuffledSegments(Pass):
         return _ceil_div(self._segments, self.rows)
 
     def extent(self, turn: int, rows: Indices) -> tuple[Indices, Indices]:
-        order = _shuffled(self.key, self._segments)
         tokens = self.unread.tokens
         index = turn * self.rows + rows
-        firsts = np.where(index < len(order), order[np.minimum(index, len(order) - 1)] * self.segment_length, tokens)
+        is_there = index < self._segments
+        firsts = np.full(len(rows), tokens)
+        firsts[is_there] = self._order.at(index[is_there]) * self.segment_length
         return firsts, np.clip(tokens - firsts, 0, self.segment_length)
 
     @property
     def order_key(self) -> tuple[int, ...]:
-        return self.key
+        return (*self.key, *self._order.settings)
 
     def tokens_before(self, turn: int) -> int:
         """Return the tokens of the turns before this one. All segments are full but the text's last, which may be read
         at any turn."""
-        read = min(turn * self.rows, self._segments)
+        if turn == 0 or turn >= self.steps:  # no order is needed, which takes long to make
+            return self.unread.tokens if turn else 0
+        read = turn * self.rows
         missing = self._segments * self.segment_length - self.unread.tokens
-        return read * self.segment_length - (missing if _place_of_last(self.key, self._segments) < read else 0)
+        return read * self.segment_length - (missing if self._order.place_of_last < read else 0)
 
     def after(self, turns: int) -> Unread:
         if turns >= self.steps:
             return Unread.entire(0)
-        firsts = np.sort(_shuffled(self.key, self._segments)[turns * self.rows :]) * self.segment_length
-        return self.unread.keep(firsts, np.minimum(firsts + self.segment_length, self.unread.tokens))
+        firsts, lasts = self._order.rest(turns * self.rows)
+        return self.unread.keep(
+            firsts * self.segment_length, np.minimum(lasts * self.segment_length, self.unread.tokens)
+        )
 
     @property
     def _segments(self) -> int:
         return _ceil_div(self.unread.tokens, self.segment_length)
 
-
-@lru_cache(maxsize=1)  # a run reads one pass after the other, and an order may hold millions of segments
-def _shuffled(key: tuple[int, ...], segments: int) -> Indices:
-    """Return the segments in the order in which they are read."""
-    return np.random.default_rng(key).permutation(segments)
-
-
-@lru_cache(maxsize=16)
-def _place_of_last(key: tuple[int, ...], segments: int) -> int:
-    """Return the position of the text's last segment in that order."""
-    return int(np.argmax(_shuffled(key, segments)))
+    @cached_property
+    def _order(self) -> RandomOrder:
+        return RandomOrder(self.key, self._segments)
 
 
 def _ceil_div(a: int, b: int) -> int:

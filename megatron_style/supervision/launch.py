@@ -156,7 +156,8 @@ def main() -> None:
 
 def _run_folder(words: Sequence[str]) -> Path:
     """Return the output.path of the run, whose arguments follow the launcher's."""
-    return load_run(*parse_train_arguments(words[words.index(_PROGRAM) + 1 :])).output.path
+    arguments = parse_train_arguments(words[words.index(_PROGRAM) + 1 :])
+    return load_run(arguments.run_file, arguments.settings).output.path
 
 
 def _hosts(words: Sequence[str]) -> list[str]:

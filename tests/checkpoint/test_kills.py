@@ -26,18 +26,25 @@ class Case:
     precision: str
     damaged: bool  # between the kills; then three checkpoints are kept, else one
     kills: int = 6
+    save_async: bool = False
 
     def __str__(self) -> str:
         kept = "damaged" if self.damaged else "one-kept"
-        return f"{self.world}-ranks-zero{self.zero}-{self.precision}-{kept}"
+        how = "-async" if self.save_async else ""
+        return f"{self.world}-ranks-zero{self.zero}-{self.precision}-{kept}{how}"
 
     def run(self, folder: Path, name: str) -> RunConfig:
         settings: dict[str, Any] = {"data": self.world, "zero": self.zero, "half": self.precision == "bf16"}
-        output = {"save_every": 1, "keep_last": 3 if self.damaged else 1, "heartbeat_timeout": 5.0}
+        output: dict[str, Any] = {"save_every": 1, "save_async": self.save_async, "heartbeat_timeout": 5.0}
+        output["keep_last"] = 3 if self.damaged else 1
         return make_run(folder, name, steps=12, dropout=True, output=output, **settings)
 
 
-SUITE = [Case(2, 3, "fp32", damaged=True, kills=2), Case(1, 2, "bf16", damaged=True, kills=3)]
+SUITE = [
+    Case(2, 3, "fp32", damaged=True, kills=2),
+    Case(1, 2, "bf16", damaged=True, kills=3),
+    Case(2, 2, "fp32", damaged=False, kills=3, save_async=True),
+]
 SWEEP = [
     Case(world, zero, precision, damaged)
     for world, zero, precision in (
@@ -46,6 +53,10 @@ SWEEP = [
     )
     for damaged in (False, True)
 ]  # fmt: skip
+SWEEP += [
+    Case(2, 1, "fp32", damaged=False, kills=25, save_async=True),
+    Case(2, 3, "bf16", damaged=True, kills=25, save_async=True),
+]
 
 
 @pytest.mark.parametrize("case", [*SUITE, *(pytest.param(case, marks=pytest.mark.sweep) for case in SWEEP)], ids=str)

@@ -106,13 +106,26 @@ def test_a_large_model_is_compared_in_turns() -> None:
     turns = [compared(parameters, step, ways=1, most=500) for step in range(0, 1000, 20)]
     assert {len(turn) for turn in turns} == {5}
     assert set().union(*turns) == set(parameters)
+    brief = [compared(parameters, step, ways=1, briefly=True) for step in range(0, 20000, 20)]
+    assert {len(turn) for turn in brief} == {1}
+    assert set().union(*brief) == set(parameters)
 
 
-def test_a_rank_that_holds_padding_only_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_holds_padding_only_has_nothing_to_compare() -> None:
     """It still takes part: ZeRO 3 gathers every parameter from all ranks."""
     asked: list[str] = []
-    monkeypatch.setattr(proof, "LogicalReader", lambda *_: SimpleNamespace(flat_groups=lambda _: []))
-    engine = SimpleNamespace(working_weight=lambda name: (asked.append(name), torch.zeros(2))[1])
-    manifest = SimpleNamespace(fragments={}, parameters={"a": Layout((2,))}, step=1, grid={"tensor": 1})
-    assert proof.difference(Path(), cast(Any, manifest), cast(Any, engine), "file") is None
+    engine = SimpleNamespace(working_weight=lambda name, *_: (asked.append(name), torch.zeros(0))[1])
+    assert proof.take_fingerprints(cast(Any, engine), [], ["a"]) == {}
     assert asked == ["a"]
+
+
+def test_numbers_are_compared_as_the_model_reads_them() -> None:
+    """In their precision, and with one NaN, of which devices have different ones."""
+    weights = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf, 1e-3, 2.0])
+    fragment = Fragment("a", group=0, start=1, count=5, offset=0)
+    engine = SimpleNamespace(working_weight=lambda *_: weights[1:].bfloat16())
+    expected = proof.take_fingerprints(cast(Any, engine), [fragment], ["a"])
+    assert proof.difference([{"weight": weights}], [fragment], expected, "file") is None
+    for wrong in (weights + 1, weights.nan_to_num(0), -weights):
+        found = proof.difference([{"weight": wrong}], [fragment], expected, "file")
+        assert found == "file has other numbers for a than the model"

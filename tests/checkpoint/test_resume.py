@@ -37,25 +37,37 @@ from tests.support.training import write_corpus
 
 pytestmark = pytest.mark.slow
 Stopped = Callable[[Path, int], RunConfig]
+SPLITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sequence": {"sequence": True},
+    "host": {"cache": "host"},
+    "sequence-host": {"sequence": True, "cache": "host"},
+}
 DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 @pytest.mark.parametrize(
-    ("zero", "recompute", "optimizer", "half"),
+    ("zero", "recompute", "optimizer", "half", "split"),
     [
-        (1, True, "adamw", True),
-        (3, True, "adamw", False),
-        pytest.param(0, True, "adamw", False, marks=pytest.mark.sweep),
-        pytest.param(0, False, "nag", False, marks=pytest.mark.sweep),
-        pytest.param(1, False, "nag", False, marks=pytest.mark.sweep),
-        pytest.param(3, True, "adamw", True, marks=pytest.mark.sweep),
-        pytest.param(2, True, "nag", True, marks=pytest.mark.sweep),
-        pytest.param(2, False, "adamw", False, marks=pytest.mark.sweep),
-        pytest.param(3, False, "nag", False, marks=pytest.mark.sweep),
+        (1, True, "adamw", True, "plain"),
+        (3, True, "adamw", False, "plain"),
+        (2, False, "adamw", True, "sequence-host"),
+        pytest.param(0, True, "adamw", False, "plain", marks=pytest.mark.sweep),
+        pytest.param(0, False, "nag", False, "plain", marks=pytest.mark.sweep),
+        pytest.param(1, False, "nag", False, "plain", marks=pytest.mark.sweep),
+        pytest.param(3, True, "adamw", True, "plain", marks=pytest.mark.sweep),
+        pytest.param(2, True, "nag", True, "plain", marks=pytest.mark.sweep),
+        pytest.param(2, False, "adamw", False, "plain", marks=pytest.mark.sweep),
+        pytest.param(3, False, "nag", False, "plain", marks=pytest.mark.sweep),
+        pytest.param(0, False, "nag", False, "sequence", marks=pytest.mark.sweep),
+        pytest.param(1, True, "adamw", True, "sequence", marks=pytest.mark.sweep),
+        pytest.param(1, False, "nag", False, "host", marks=pytest.mark.sweep),
+        pytest.param(3, True, "adamw", True, "sequence-host", marks=pytest.mark.sweep),
+        pytest.param(3, False, "nag", False, "sequence-host", marks=pytest.mark.sweep),
     ],
 )
 def test_a_stopped_run_equals_one_that_was_not(
-    folder: Path, zero: int, recompute: bool, optimizer: str, half: bool
+    folder: Path, zero: int, recompute: bool, optimizer: str, half: bool, split: str
 ) -> None:
     """10 steps = 3 + 3 + 4: in mid-epoch, across the switch at step 5, across the epoch's end at step 7. TP2 x DP2 and
     dropout."""
@@ -67,6 +79,7 @@ def test_a_stopped_run_equals_one_that_was_not(
         "recompute": recompute,
         "dropout": True,
         "half": half,
+        "parallel": SPLITS[split],
     }
     settings["optimizer"] = {
         "name": optimizer,
@@ -120,6 +133,40 @@ def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero
     moved, world = at(after, "moved")
     on_ranks(moved, world)
     expect_close(moved, whole, half=half)
+
+
+SPLIT_GRIDS = {"TP1DP2": (1, 2), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
+INTO_AND_OUT = [
+    pytest.param(before, split_before, after, split_after, zero, marks=pytest.mark.sweep)
+    for before, after in product(SPLIT_GRIDS, SPLIT_GRIDS)
+    for split_before, split_after, zero in (("plain", "sequence-host", 3), ("sequence-host", "plain", 1))
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "split_before", "after", "split_after", "zero"),
+    [
+        ("TP2DP2", "plain", "TP4DP1", "sequence-host", 1),
+        ("TP4DP1", "sequence", "TP1DP2", "host", 3),
+        ("TP2DP2", "host", "TP2DP2", "sequence", 2),
+        *INTO_AND_OUT,
+    ],
+)
+def test_a_run_moves_into_and_out_of_what_is_split(
+    folder: Path, before: str, split_before: str, after: str, split_after: str, zero: int
+) -> None:
+    def at(grid: str, split: str, name: str) -> tuple[RunConfig, int]:
+        tensor, data = SPLIT_GRIDS[grid]
+        parallel = SPLITS[split]
+        return make_run(folder, name, tensor=tensor, data=data, zero=zero, steps=10, parallel=parallel), tensor * data
+
+    whole, world = at(before, split_before, "whole")
+    on_ranks(whole, world)
+    moved, world = at(before, split_before, "moved")
+    on_ranks(moved, world, halt_after=4)
+    moved, world = at(after, split_after, "moved")
+    on_ranks(moved, world)
+    expect_close(moved, whole)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +300,9 @@ def test_a_shortened_compressed_memory_is_refused(folder: Path) -> None:
 def test_a_checkpoint_of_another_format_is_refused(folder: Path, stopped: Stopped) -> None:
     run = stopped(folder, 3)
     path = run.output.path / "checkpoints" / "global_step3" / "manifest.json"
-    text = path.read_text().split("\n")[0].replace('"format": 1', '"format": 2')
+    text = path.read_text().split("\n")[0].replace('"format": 2', '"format": 3')
     path.write_text(f"{text}\n{xxhash.xxh3_128(text.encode()).hexdigest()}\n")
-    with pytest.raises(Exception, match="global_step3: has format 2; this version reads format 1"):
+    with pytest.raises(Exception, match="global_step3: has format 3; this version reads formats 1 and 2"):
         on_ranks(run, 1)
 
 

@@ -11,6 +11,7 @@ from megatron_style.engine.ds_config import check_one_home, complete_ds_config, 
 from megatron_style.model.shape import count_parameters
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule, resolve_stage
+from tests.config.run_file_page import PAGE, keys, page, sections
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted((ROOT / "run_configs").glob("*.yaml"))
@@ -79,7 +80,7 @@ def test_wikitext_runs_have_the_papers_updates(name: str, opens: list[int]) -> N
     assert schedule.total_steps == PAPER_UPDATES
     assert first_steps(schedule) == opens
     assert schedule.plan(0).tokens == PAPER_RANKS * 9216
-    assert schedule.plan(PAPER_UPDATES - 1).epoch == 204  # the 205th
+    assert schedule.plan(PAPER_UPDATES - 1).blend.epochs == (204,)  # the 205th
 
 
 def test_a_hundred_epochs_are_140_100_updates() -> None:
@@ -164,3 +165,13 @@ def test_parameter_counts(name: str, vocab_size: int, expected: int) -> None:
 def test_tied_toronto_books_is_smaller() -> None:
     run = run_file("tbc_shortformer", "model.vocabulary.kind=tied")
     assert count_parameters(run.model, TBC_VOCAB) == 231_235_584
+
+
+def test_the_page_of_all_keys_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.config.run_file_page`"
+
+
+def test_every_key_says_what_it_means() -> None:
+    for path, section in sections(RunConfig):
+        for key in keys(path, section):
+            assert key.meaning, f"{path}.{key.name} has no comment in {section.__name__}"

@@ -199,6 +199,20 @@ def test_missing_key(key: str) -> None:
             "stages.1.segment_length (500) must divide data.tokens_per_batch (9216); "
             "the nearest lengths that do are 384 and 512",
         ),
+        (
+            ["parallel={tensor: 8, sequence: true}", "stages.1.segment_length=36"],
+            "stages.1.segment_length (36) must be a multiple of parallel.tensor (8), because parallel.sequence is "
+            "true; the nearest lengths that are: 32 and 48",
+        ),
+        (
+            ["parallel={tensor: 8, sequence: true}", "data.tokens_per_batch=12", "stages.0.segment_length=12"],
+            "stages.0.segment_length (12) must be a multiple of parallel.tensor (8), because parallel.sequence is "
+            "true; no length that divides data.tokens_per_batch is one; set it to false",
+        ),
+        (
+            ["parallel={cache: host}", "model.cache=false"],
+            "parallel.cache is host, but model.cache is false: there are no caches; remove it",
+        ),
         (["optimizer.learning_rate.floor=2.0"], "optimizer.learning_rate: floor (2.0) must not be above peak (1.0)"),
     ],
 )

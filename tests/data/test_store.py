@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_style.base.errors import UserError
-from megatron_style.data.store import MAGIC, TokenStoreWriter, open_store
+from megatron_style.data.index import MAGIC, Entries
+from megatron_style.data.inspection import Inspection, inspect_ids
+from megatron_style.data.store import TokenStoreWriter, open_store
 from tests.support.oracle import ORACLE, needs_oracle
 
 IDS = np.array([5, 6, 2, 2, 7, 2])
@@ -185,3 +188,123 @@ def test_a_missing_file_is_named(fairseq_store: Path, end: str) -> None:
     fairseq_store.with_suffix(f".{end}").unlink()
     with pytest.raises(UserError, match=rf"train\.{end}: no such file"):
         open_store(fairseq_store)
+
+
+# A store is read completely once
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_again(*_: object) -> None:
+        raise AssertionError("the store was read again")
+
+    monkeypatch.setattr("megatron_style.data.store.inspect_ids", read_again)
+    monkeypatch.setattr("megatron_style.data.index.Index.check", read_again)
+
+
+def rewrite(path: Path, data: bytes) -> None:
+    """Change a file later than the clock of the file system can miss."""
+    later = path.stat().st_mtime_ns + 1_000_000_000
+    path.write_bytes(data)
+    os.utime(path, ns=(later, later))
+
+
+def test_a_store_of_another_tool_is_read_when_it_is_first_seen_only(
+    fairseq_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_store(fairseq_store)
+    assert (first.inspection.largest_id, first.inspection.largest_at, first.inspection.tokens) == (7, 4, 6)
+    forbid_reading(monkeypatch)
+    assert open_store(fairseq_store, vocab_size=8).inspection == first.inspection
+    with pytest.raises(UserError, match="token 4 is id 7, outside the vocabulary of 7"):
+        open_store(fairseq_store, vocab_size=7)
+
+
+def test_a_store_is_not_read_after_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_reading(monkeypatch)
+    with TokenStoreWriter(tmp_path / "x", 8) as writer:
+        writer.append(IDS, SIZES)
+        writer.append(IDS[:3], SIZES[:1])
+    made = open_store(tmp_path / "x", vocab_size=8).inspection
+    monkeypatch.undo()
+    (tmp_path / "x.checked.json").unlink()
+    assert open_store(tmp_path / "x").inspection == made
+
+
+def test_a_store_that_another_process_checks_is_opened_unread(
+    fairseq_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_reading(monkeypatch)
+    store = open_store(fairseq_store, check=False)
+    assert (len(store), store.tokens.tolist()) == (6, IDS.tolist())
+
+
+@pytest.mark.parametrize("end", ["bin", "idx"])
+def test_a_file_that_changed_since_is_read_again(fairseq_store: Path, end: str) -> None:
+    open_store(fairseq_store, vocab_size=8)
+    if end == "bin":
+        rewrite(fairseq_store.with_suffix(".bin"), np.where(IDS == 7, 99, IDS).astype("<u2").tobytes())
+        message = "token 4 is id 99, outside the vocabulary of 8"
+    else:
+        rewrite(fairseq_store.with_suffix(".idx"), damaged_index(fairseq_store, "negative size"))
+        message = "negative line size"
+    with pytest.raises(UserError, match=message):
+        open_store(fairseq_store, vocab_size=8)
+
+
+def test_a_change_while_the_store_is_read_is_noticed_at_the_next_start(
+    fairseq_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_after(ids: Entries) -> Inspection:
+        found = inspect_ids(ids)
+        rewrite(ids.path, np.full(6, 99, "<u2").tobytes())
+        return found
+
+    monkeypatch.setattr("megatron_style.data.store.inspect_ids", change_after)
+    open_store(fairseq_store, vocab_size=8)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="is id 99"):
+        open_store(fairseq_store, vocab_size=8)
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"store": 3}', b"\xff", b"7", "largest_id"])
+def test_a_damaged_record_is_not_believed(fairseq_store: Path, damage: bytes | str) -> None:
+    open_store(fairseq_store)
+    record = fairseq_store.with_name("train.checked.json")
+    if isinstance(damage, str):
+        damage = record.read_bytes().replace(b'"largest_id": 7', b'"largest_id": 3')
+        assert damage != record.read_bytes()
+    record.write_bytes(damage)
+    assert open_store(fairseq_store).inspection.largest_id == 7
+
+
+def test_a_store_in_a_read_only_folder_is_read_once_and_the_folder_left_alone(
+    fairseq_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fairseq_store.parent
+    folder.chmod(0o555)  # which does not stop root: the mode is respected nevertheless
+    try:
+        open_store(fairseq_store)
+        assert {path.name for path in folder.iterdir()} == {"train.bin", "train.idx"}
+        forbid_reading(monkeypatch)
+        assert open_store(fairseq_store).inspection.largest_id == 7
+    finally:
+        folder.chmod(0o755)
+
+
+def test_a_store_works_where_no_record_can_be_kept(
+    fairseq_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_style.data.inspection._write", full)
+    assert len(open_store(fairseq_store, vocab_size=8)) == 6
+    assert "every start will check it again" in capsys.readouterr().err
+
+
+def test_a_change_right_after_the_check_is_noticed(tmp_path: Path) -> None:
+    for trial in range(20):
+        with TokenStoreWriter(tmp_path / "x", 100) as writer:
+            writer.append(IDS, SIZES)
+        (tmp_path / "x.bin").write_bytes(np.full(6, 50 + trial, "<u2").tobytes())
+        assert open_store(tmp_path / "x").inspection.largest_id == 50 + trial

@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from megatron_style.__main__ import COMMANDS, main
+from megatron_style.config.run import RunConfig, load_run
 from tests.support.launch import ROOT
 from tests.support.tiny import Done, expect_refusal, run_here
 
@@ -65,3 +67,16 @@ def test_help_and_refusals_import_nothing_that_takes_time(words: str, code: int)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "megatron_style.base.command" in imported
     assert not imported & {"torch", "numpy", "pydantic", "yaml", "deepspeed"}
+
+
+def test_the_resolved_run_file_is_printed_without_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--set", "optimizer.clip_norm=0.25", "--set", "output.path=runs/never")
+    done = typed(monkeypatch, capsys, "train", "run_configs/quickstart.yaml", *settings, "--print-config")
+    assert done.code == 0
+    printed = RunConfig.parse(yaml.safe_load(done.out), source="printed")
+    assert printed == load_run(ROOT / "run_configs" / "quickstart.yaml", settings[1::2])
+    assert printed.optimizer.clip_norm == 0.25
+    assert "heartbeat_timeout: 15.0" in done.out, "defaults are printed too"
+    assert not (ROOT / "runs" / "never").exists()

@@ -278,7 +278,10 @@ BAD_FLAGS = {
         "--stride 99 must not be above the segment",
     ),
     "a cache nobody reads": (["--mode", "nonoverlapping", "--cache-length", "4"], "--cache-length 4 needs --mode cach"),
-    "rows of one walk": (["--mode", "cached", "--batch-rows", "2"], "--batch-rows 2: cached mode walks in one row"),
+    "rows of a decoder": (
+        ["--mode", "token-by-token", "--batch-rows", "2"],
+        "--batch-rows 2: token-by-token mode walks in one row; use --mode cached",
+    ),
     "no lanes": (["--mode", "cached", "--lanes", "0"], "--lanes: '0' is not a whole number"),
     "lanes of windows": (["--mode", "nonoverlapping", "--lanes", "2"], "--lanes 2 needs --mode cached"),
     "more lanes than segments": (["--mode", "cached", "--lanes", "10"], "the text has only 9 segments of 6"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_style.config.run import RunConfig
 from tests.support.runs import tiny_run
@@ -36,6 +38,7 @@ def run_on(
     accumulation: int = 1,
     recompute: bool = False,
     zero: int = 0,
+    **parallel: Any,
 ) -> RunConfig:
     lengths = (16, 48)
     stages = [
@@ -54,7 +57,7 @@ def run_on(
             "eps": 1e-5,
             "learning_rate": {"peak": LEARNING_RATES[optimizer], "warmup_steps": 2},
         },
-        parallel={"tensor": tensor, "recompute": recompute},
+        parallel={"tensor": tensor, "recompute": recompute} | parallel,
         deepspeed=str(write_ds_config(corpus, zero_optimization={"stage": zero})) if zero else None,
     )
 
@@ -95,6 +98,49 @@ def test_a_grid_computes_what_one_process_computes(corpus: Path, case: tuple[int
     tensor, data = GRIDS[grid]
     run = run_on(corpus, optimizer, tensor=tensor, data=data, accumulation=accumulation, recompute=recompute, zero=zero)
     expect_same(train_on(tensor * data, run), one_process(corpus, optimizer))
+
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "sequence": {"sequence": True},
+    "host": {"cache": "host"},
+    "both": {"sequence": True, "cache": "host"},
+}
+TENSOR_PARALLEL = {"TP2xDP1": (2, 1), "TP2xDP2": (2, 2), "TP4xDP1": (4, 1)}
+SPLIT_SUITE = [
+    (0, "TP2xDP1", 3, True, "sequence"),
+    (1, "TP2xDP2", 1, False, "sequence"),
+    (2, "TP4xDP1", 3, False, "both"),
+    (3, "TP2xDP2", 3, True, "both"),
+]
+SPLIT_MATRIX = [
+    case for case in product(range(4), TENSOR_PARALLEL, (1, 3), (False, True), SPLITS) if case not in SPLIT_SUITE
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name_of(case)) for case in SPLIT_SUITE]
+    + [pytest.param(case, id=name_of(case), marks=pytest.mark.sweep) for case in SPLIT_MATRIX],
+)
+def test_so_does_a_grid_that_splits_what_is_replicated(corpus: Path, case: tuple[int, str, int, bool, str]) -> None:
+    """Segments of the last step of an epoch are short; not all of them can be divided among the ranks."""
+    zero, grid, accumulation, recompute, split = case
+    tensor, data = TENSOR_PARALLEL[grid]
+    optimizer = "adamw" if zero % 2 else "nag"
+    settings = {"accumulation": accumulation, "recompute": recompute, "zero": zero, **SPLITS[split]}
+    run = run_on(corpus, optimizer, tensor=tensor, data=data, **settings)
+    expect_same(train_on(tensor * data, run), one_process(corpus, optimizer))
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recompute"])
+def test_caches_on_the_host_change_no_bit(corpus: Path, recompute: bool) -> None:
+    run = partial(run_on, corpus, "nag", tensor=2, accumulation=3, recompute=recompute, zero=1, sequence=True)
+    found = train_on(2, run(cache="host"))
+    expected = train_on(2, run(cache="device"))
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    for name, weight in expected.weights.items():
+        assert torch.equal(found.weights[name], weight), name
 
 
 def test_the_model_learns(corpus: Path) -> None:

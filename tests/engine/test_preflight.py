@@ -26,7 +26,7 @@ def peaks(run: RunConfig) -> tuple[int, int]:
     """Bytes of tensors at the peak of the preflight, and of steps 2 and 3."""
     with LiveBytes() as live, distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         gc.collect()  # what waits for it would be counted by chance
         live.mark()
@@ -40,6 +40,29 @@ def peaks(run: RunConfig) -> tuple[int, int]:
             _, caches = accumulate_gradients(engine, corpus, schedule.plan(step), caches, topology, run.seed)
             engine.update(0.1)
         return rehearsed, live.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"sequence": True, "cache": "host"},
+        pytest.param({}, marks=pytest.mark.sweep),
+        pytest.param({"sequence": True, "recompute": True}, marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_it_knows_what_is_split(tmp_path: Path, parallel: dict[str, Any]) -> None:
+    write_corpus(tmp_path, tokens=40_000)
+    run = tiny_run(
+        stages=[{"segment_length": 32, "steps": 4, "micro_rows": 8}],
+        tokens_per_batch=1024,
+        model=tiny_run().model.as_data() | {"layers": 4, "hidden_size": 64, "heads": 4, "ffn_size": 256},
+        data={"train": str(tmp_path / "train"), "valid": str(tmp_path / "valid"), "vocab_size": VOCAB_SIZE},
+        parallel={"tensor": 2} | parallel,
+    )
+    for rehearsed, stepped in run_ranks(2, peaks, run):
+        assert rehearsed == pytest.approx(stepped, rel=0.05)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import Score, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
-from megatron_style.parallel.topology import Topology
+from megatron_style.parallel.topology import Axis, Topology
 from megatron_style.schedule.stages import Stage
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_dictionary, tiny_model
 
@@ -97,11 +97,13 @@ def test_the_sample_of_a_validation_is_spelled(words: int | None) -> None:
     tokenizer = tiny_dictionary(words) if words else None
     valid = SimpleNamespace(tokens=tokens)
     digest = "of the text"
-    plain = SimpleNamespace(valid=valid, tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest)
+    plain = SimpleNamespace(
+        valid={"": valid}, main_valid="", tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest
+    )
     corpus = cast(Corpus, plain)
     output = OutputConfig(path=Path("run"), sample_tokens=7)
     stage = Stage(0, segment_length=6, cache_length=6, rows=1, micro_rows=1)
-    found = held_out(model, corpus, output, stage)
+    found = held_out(model, corpus, "", output, stage, Axis())
     prompt = tokens[:16].tolist()
     written = continue_greedily(model, [EOS, *prompt], 7, segment_length=6, cache_length=6)
     for text, ids in ((found.prompt, prompt), (found.text, written)):

@@ -25,6 +25,7 @@ from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.sharding import initialise, layout_of, shard
 from megatron_style.parallel.topology import Axis, Topology
+from megatron_style.rehearsal.live_bytes import bytes_of
 from tests.support.models import MODELS, model_config
 from tests.support.tiny import weights_of
 
@@ -32,11 +33,11 @@ every_model = pytest.mark.parametrize("name", MODELS)
 ROWS = 3
 
 
-def build(name: str, axis: Axis | None = None, *, recompute: bool = False) -> Shortformer:
+def build(name: str, axis: Axis | None = None, *, recompute: bool = False, sequence: bool = False) -> Shortformer:
     """Return a model whose norms and biases are no longer the identity, which would hide a mix-up."""
     config = model_config(name)
     axis = axis or Axis()
-    model = Shortformer(config.model, config.vocab_size, axis, recompute=recompute)
+    model = Shortformer(config.model, config.vocab_size, axis, recompute=recompute, sequence=sequence)
     initialise(model, 1, axis)
     with torch.no_grad():
         for path, param in model.named_parameters():
@@ -58,7 +59,7 @@ def outputs_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> It
     for start in range(0, ids.shape[1] - 1, length):
         inputs = ids[:, start : start + length]
         targets = ids[:, start + 1 : start + length + 1]
-        output = model(inputs[:, : targets.shape[1]], targets, memory)
+        output = model(inputs[:, : targets.shape[1]], targets, memory, key=True)
         memory = output.memory
         yield output
 
@@ -68,11 +69,13 @@ def losses_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> Ten
     return torch.cat([output.nll for output in outputs_of(model, ids, config)], 1)
 
 
-def training_loss(model: Shortformer, config: ModelFolderConfig) -> Tensor:
-    """Return the mean of the losses that training adds up, over three segments."""
-    ids = text_of(config, 3 * config.segment_length + 1)
+def trained(model: Shortformer, config: ModelFolderConfig) -> tuple[Tensor, Output]:
+    """Return the mean of the losses that training adds up, over three segments and a short one, and what the model
+    makes of the third."""
+    ids = text_of(config, 3 * config.segment_length + 4)
     outputs = list(outputs_of(model, ids, config))
-    return torch.stack([output.nll.mean() + sum(output.auxiliary.values()) for output in outputs]).mean()
+    losses = [output.nll.mean() + sum(output.auxiliary.values()) for output in outputs]
+    return torch.stack(losses).mean(), outputs[2]
 
 
 def can_decode(name: str) -> bool:
@@ -102,13 +105,34 @@ def test_the_table_of_shapes_is_the_models(name: str) -> None:
     assert found == {path: shape.shape for path, shape in parameters(config.model, config.vocab_size).items()}
 
 
-def expect_same(name: str, recompute: bool, loss: Tensor, gradients: dict[str, Tensor]) -> None:
-    axis = Topology.of_world(tensor=dist.get_world_size()).tensor
-    model = build(name, axis, recompute=recompute)
+WAYS = {  # by the number of tensor-parallel ranks: recompute, sequence parallelism
+    1: [(True, False), (False, True)],
+    2: [(False, False), (True, True)],
+    4: [(True, False), (False, True)],
+}
+
+
+def divisible(name: str) -> ModelFolderConfig:
+    """Return a configuration whose segments can be divided among four ranks."""
     config = model_config(name)
-    mine = training_loss(model, config)
-    mine.backward()
-    torch.testing.assert_close(mine.detach(), loss, rtol=1e-9, atol=1e-9)
+    return config.model_copy(update={"segment_length": 8, "cache_length": 8 if config.model.cache else 0})
+
+
+def expect_same(name: str, loss: Tensor, gradients: dict[str, Tensor], key: Tensor, remembered: int) -> None:
+    axis = Topology.of_world(tensor=dist.get_world_size()).tensor
+    for recompute, sequence in WAYS[axis.size]:
+        model = build(name, axis, recompute=recompute, sequence=sequence)
+        mine, third = trained(model, divisible(name))
+        mine.backward()
+        expect_close(model, mine.detach(), loss, gradients)
+        if axis.size > 1:  # the bytes of storages: a view would keep more than its share
+            assert bytes_of(third.memory.layers) * axis.size == remembered
+        torch.testing.assert_close(third.key, key, rtol=1e-9, atol=1e-9)
+
+
+def expect_close(model: Shortformer, mine: Tensor, loss: Tensor, gradients: dict[str, Tensor]) -> None:
+    axis = model.axis
+    torch.testing.assert_close(mine, loss, rtol=1e-9, atol=1e-9)
     for path, param in model.named_parameters():
         dim = layout_of(param).shard_dim
         expected = gradients[path] if dim is None else shard(gradients[path], dim, axis.size)[axis.rank]
@@ -118,15 +142,16 @@ def expect_same(name: str, recompute: bool, loss: Tensor, gradients: dict[str, T
 
 
 @every_model
-@pytest.mark.parametrize(("world", "recompute"), [(1, True), (2, False), (4, True)])
-def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int, recompute: bool) -> None:
-    config = model_config(name)
+@pytest.mark.parametrize("world", WAYS)
+def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int) -> None:
     model = build(name)
-    loss = training_loss(model, config)
+    loss, third = trained(model, divisible(name))
     loss.backward()
     gradients = {path: param.grad for path, param in model.named_parameters()}
     assert all(grad is not None and grad.abs().max() > 0 for path, grad in gradients.items() if "key.bias" not in path)
-    run_ranks(world, expect_same, name, recompute, loss.detach(), gradients)
+    assert third.key is not None
+    remembered = sum(layer.nbytes for layer in third.memory.layers)
+    run_ranks(world, expect_same, name, loss.detach(), gradients, third.key.detach(), remembered)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if can_decode(name)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_style.config.run import RunConfig, load_run
+from megatron_style.paper.measures import Evaluated
 from megatron_style.paper.memory import PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import SCALES, ExperimentScale
@@ -18,6 +20,7 @@ from megatron_style.paper.tables import (
     PIA_CACHE,
     PIA_NO_CACHE,
     PIA_NO_CACHE_UNSHUFFLED,
+    SAME_CONTEXT,
     SHORTFORMER,
     STAGED,
     all_tables,
@@ -54,6 +57,14 @@ def test_every_row_and_column_of_the_paper_is_there(number: int) -> None:
         assert len(row.paper) == len(row.measures) == len(found.columns)
         for figure, measure in zip(row.paper, row.measures, strict=True):
             assert figure is None or row.subject is None or measure is not None, row  # nothing told goes unmeasured
+
+
+def test_table_5_scores_every_model_with_the_same_context() -> None:
+    for row in table(5).rows:
+        assert isinstance(row.measures[-1], Evaluated)
+        evaluation = row.measures[-1].evaluation
+        assert evaluation == replace(SAME_CONTEXT, split="test", neighbours=evaluation.neighbours)
+        assert bool(evaluation.neighbours) == ("knn-lm" in row.label)
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)

@@ -46,6 +46,7 @@ class Case:
     zero: int = 0
     tensor: int = 1
     recompute: bool = False
+    sequence: bool = False
     half: bool = False  # with gradients that add up in float32
     overlaps: bool = False
     vocabulary: dict[str, Any] = field(default_factory=lambda: {"kind": "tied"})
@@ -81,7 +82,7 @@ class SentMessages(TorchDispatchMode):
 def sent_in_a_step(run: RunConfig) -> Sent:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         caches: Any = ()
         for step in range(4):  # the caches are empty in the first, and ZeRO 3 learns anew what follows what
@@ -105,7 +106,7 @@ def sent_and_planned(case: Case, folder: Path) -> tuple[Sent, Traffic]:
         micro_rows=256 // 16 // MICROS,
         model={"hidden_size": HIDDEN, "vocabulary": case.vocabulary} | case.model,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
-        parallel={"tensor": case.tensor, "recompute": case.recompute},
+        parallel={"tensor": case.tensor, "recompute": case.recompute, "sequence": case.sequence},
         deepspeed=str(write_ds_config(folder, zero_optimization=zero, **half)),
     )
     sent: Sent = run_ranks(RANKS, sent_in_a_step, run)[0]
@@ -121,6 +122,7 @@ def sweep(case: Case) -> Any:
     "case",
     [
         Case(tensor=2, vocabulary=ADAPTIVE),
+        Case(tensor=2, vocabulary=ADAPTIVE, sequence=True),
         Case(zero=2),
         Case(zero=1, overlaps=True),
         sweep(Case()),
@@ -134,6 +136,10 @@ def sweep(case: Case) -> Any:
         sweep(Case(zero=3, half=True)),
         sweep(Case(zero=1, model=ROUTED)),
         sweep(Case(tensor=2, model=ROUTED)),
+        sweep(Case(tensor=2, recompute=True, sequence=True)),
+        sweep(Case(tensor=2, sequence=True, model=ROUTED)),
+        sweep(Case(tensor=2, sequence=True, recompute=True, model={"memory": COMPRESSED})),
+        sweep(Case(tensor=2, sequence=True, model={"positions": "relative"})),
     ],
     ids=str,
 )
@@ -146,6 +152,7 @@ def test_traffic_is_what_is_sent(case: Case, tmp_path: Path) -> None:
     "case",
     [
         Case(tensor=2, vocabulary=ADAPTIVE),
+        Case(tensor=2, vocabulary=ADAPTIVE, sequence=True),
         Case(tensor=2, recompute=True),
         sweep(Case(tensor=2)),
         sweep(Case(tensor=2, recompute=True, vocabulary=ADAPTIVE)),
@@ -154,6 +161,10 @@ def test_traffic_is_what_is_sent(case: Case, tmp_path: Path) -> None:
         sweep(Case(tensor=2, recompute=True, model={"memory": COMPRESSED})),
         sweep(Case(zero=1, tensor=2, vocabulary=ADAPTIVE)),
         sweep(Case(tensor=2, model=ROUTED)),
+        sweep(Case(tensor=2, recompute=True, sequence=True)),
+        sweep(Case(tensor=2, sequence=True, model=ROUTED)),
+        sweep(Case(tensor=2, sequence=True, recompute=True, model={"memory": COMPRESSED})),
+        sweep(Case(tensor=2, sequence=True, model={"positions": "relative"})),
         sweep(Case(tensor=2, recompute=True, model=ROUTED)),
     ],
     ids=str,

@@ -4,7 +4,7 @@ Each rehearsal runs in its own process, because it changes DeepSpeed's global st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,9 @@ ALL_CASES = [Case(zero, half, again) for zero in (1, 2, 3) for half in (False, T
 MORE_CASES = [pytest.param(case, marks=pytest.mark.sweep) for case in ALL_CASES if case not in CASES]
 
 
-def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,), **model: Any) -> RunConfig:
+def small_run(
+    folder: Path, case: Case, *, lengths: Sequence[int] = (64,), parallel: Mapping[str, Any] = {}, **model: Any
+) -> RunConfig:
     write_corpus(folder, tokens=10 * TOKENS, vocab_size=VOCAB_SIZE)
     zero = {
         "stage": case.zero,
@@ -66,7 +68,7 @@ def small_run(folder: Path, case: Case, *, lengths: Sequence[int] = (64,), **mod
         tokens_per_batch=TOKENS,
         model={"layers": 2, "hidden_size": 128, "heads": 4, "ffn_size": 512, "vocabulary": vocabulary} | model,
         data={"train": str(folder / "train"), "valid": str(folder / "valid"), "vocab_size": VOCAB_SIZE},
-        parallel={"tensor": 2, "recompute": case.recompute},
+        parallel={"tensor": 2, "recompute": case.recompute, **parallel},
         optimizer={"name": "adamw"},
         deepspeed=str(write_ds_config(folder, **settings)),
     )
@@ -81,6 +83,23 @@ def test_the_last_rank_of_four_needs_what_it_really_needs(case: Case, tmp_path: 
     measured = measure_step(4, run, rank=3)
     # gloo copies a bucket to reduce and scatter it, as only ZeRO 3 does: 2% here. NCCL does not.
     assert stage.peak == pytest.approx(measured.total, rel=0.03 if case.zero == 3 else 0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [pytest.param("device", marks=pytest.mark.sweep), "host"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, half=True, recompute=False), pytest.param(Case(3, half=True, recompute=True), marks=pytest.mark.sweep)],
+)
+def test_the_same_holds_for_what_is_split(case: Case, cache: str, tmp_path: Path) -> None:
+    """A meter of a CPU counts the caches on the host, too; that of the rehearsal does not."""
+    run = small_run(tmp_path, case, parallel={"sequence": True, "cache": cache})
+    (stage,) = in_child(_rehearse, run, 4, 3).stages
+    of_micro_batch = 3 * TOKENS // 2 * 128 // 2 * 2  # layers, tokens, features of a rank, bytes
+    on_host = 3 * of_micro_batch if cache == "host" else 0  # both old ones, and the first new one
+    assert stage.peak == pytest.approx(
+        measure_step(4, run, rank=3).total - on_host, rel=0.03 if case.zero == 3 else 0.001
+    )
 
 
 @pytest.mark.slow
@@ -136,7 +155,8 @@ def test_a_tensor_left_on_the_host_is_found(tmp_path: Path) -> None:
 def test_a_run_that_is_too_large_is_told_what_would_fit(tmp_path: Path) -> None:
     run = small_run(tmp_path, CASES[0])
     (hopeless,) = in_child(_rehearse, run, 4, 0, 1.0).stages
-    assert hopeless.remedy == "set parallel.recompute to true"
+    settings = ("parallel.sequence to true", "parallel.recompute to true", "parallel.cache to host")
+    assert hopeless.remedy == f"set {' and '.join(settings)}"
     (tight,) = in_child(_rehearse, run, 4, 0, hopeless.peak - 1).stages
     assert tight.remedy == "set stages.0.micro_rows to 4"
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.events import SaveEvent, line_of
+from megatron_style.base.units import TIME
 from megatron_style.reporting.history import Place, read_run, read_runs
 from megatron_style.reporting.page import page
 from megatron_style.reporting.stages import stage_figures
@@ -130,3 +132,16 @@ def test_a_long_run_is_thinned_and_keeps_its_ends_and_peaks(tmp_path: Path, monk
     assert kept == sorted(kept)
     assert max(step.memory_bytes or 0 for step in run.trained if step.at.step <= 50) == 99
     assert max(step.memory_bytes or 0 for step in run.trained if step.at.step > 50) == 6
+
+
+def test_the_time_of_saves_is_shown_if_it_was_recorded(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "x")
+    assert "stopped for saving" not in page(read_runs([folder]))
+    with (folder / "metrics.jsonl").open("a") as record:
+        for step, stall in ((2000, 90.0), (2000, 30.0)):
+            event = SaveEvent(step=step, checkpoint=step, stall_seconds=stall, write_seconds=1800.0)
+            record.write(line_of(event) + "\n")
+    (run,) = read_runs([folder])
+    assert [(save.stall, save.write) for save in run.saves] == [(90.0, 1800.0), (30.0, 1800.0)]
+    assert "stopped for saving" in page([run])
+    assert f"{TIME.text(120.0)}<small>2 checkpoints, written in {TIME.text(3600.0)}</small>" in page([run])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
+from megatron_style.schedule.random_order import GROUP, RandomOrder
 from megatron_style.schedule.stages import StageSchedule, StepPlan
 from megatron_style.schedule.unread import Unread
 from tests.support.runs import tiny_run
@@ -40,16 +44,20 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, int, int]:
 
 
 @settings(max_examples=300)
-@given(runs())
-def test_every_token_of_an_epoch_is_trained_exactly_once(case: tuple[RunConfig, int, int]) -> None:
-    run, corpus_tokens, data_parallel = case
+@given(runs(), st.sampled_from([GROUP, 8]))
+def test_every_token_of_an_epoch_is_trained_exactly_once(case: tuple[RunConfig, int, int], group: int) -> None:
+    with patch("megatron_style.schedule.passes.RandomOrder", partial(RandomOrder, group=group, strip=4)):
+        check_exactly_once(*case)
+
+
+def check_exactly_once(run: RunConfig, corpus_tokens: int, data_parallel: int) -> None:
     schedule = StageSchedule(run, corpus_tokens=corpus_tokens, data_parallel=data_parallel)
     times_read: dict[int, np.ndarray] = {}
     for step in range(schedule.total_steps):
         plan = schedule.plan(step)
         places = trained_places(plan, data_parallel)
         assert len(places) == plan.tokens > 0
-        np.add.at(times_read.setdefault(plan.epoch, np.zeros(corpus_tokens, int)), places, 1)
+        np.add.at(times_read.setdefault(plan.blend.epochs[0], np.zeros(corpus_tokens, int)), places, 1)
     *complete, last = (times_read[epoch] for epoch in sorted(times_read))
     assert all((times == 1).all() for times in complete)
     assert last.max() == 1  # the last epoch may be cut short by the end of the run, but nothing is read twice
@@ -69,7 +77,7 @@ def test_stages_last_as_long_as_they_say(case: tuple[RunConfig, int, int]) -> No
             *but_last, last = (plan.tokens for plan in mine)
             assert sum(but_last) < extent.tokens <= sum(but_last) + last
         if extent.epochs:
-            assert len({plan.epoch for plan in mine}) == extent.epochs
+            assert len({plan.blend.epochs[0] for plan in mine}) == extent.epochs
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 4])

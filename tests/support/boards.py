@@ -19,6 +19,7 @@ LINES = {
         "memory_bytes": "memory/peak_bytes",
     },
     "valid": {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+    "save": {"stall_seconds": "save/stall_seconds", "write_seconds": "save/write_seconds"},
 }  # fmt: skip
 
 
@@ -33,11 +34,11 @@ def board(run: RunConfig, *folder: str) -> EventAccumulator:
 
 
 def expect_points(run: RunConfig) -> None:
-    """Expect all numbers of `train` and `valid` lines, against both axes, each once, and nothing else."""
+    """Expect all numbers of `train`, `valid` and `save` lines, against both axes, each once, and nothing else."""
     shapes = {event["index"]: event for event in events(run, "stage")}
     for axis, folder in (("step", ()), ("tokens", ("by_tokens",))):
         expected: dict[str, list[tuple[int, np.float32]]] = {}
-        for event in events(run, "train", "valid"):
+        for event in events(run, *LINES):
             points = {tag: event[key] for key, tag in LINES[event["kind"]].items()}
             points |= {f"valid_by_position/{n:02d}": x for n, x in enumerate(event.get("by_position", ()), start=1)}
             if event["kind"] == "train":

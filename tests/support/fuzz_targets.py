@@ -23,13 +23,19 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.model_files import INDEX
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE as MANIFEST
 from megatron_style.checkpoint.manifest import Damaged, read_manifest
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import load_run
-from megatron_style.data.store import DOCUMENT_COUNT, HEADER, MAGIC, open_store
+from megatron_style.data.index import DOCUMENT_COUNT, HEADER, MAGIC
+from megatron_style.data.readers.chunks import ReadOptions, chunks_of
+from megatron_style.data.readers.inputs import find_inputs
+from megatron_style.data.readers.parse import read_texts
+from megatron_style.data.store import open_store
+from megatron_style.data.text import check_text_file
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from megatron_style.datastore.retrieval import Retrieval
 from megatron_style.datastore.search import nearest
@@ -61,6 +67,7 @@ from megatron_style.supervision.record import (
 )
 from megatron_style.train import train
 from tests.support.datastores import build, write_model_and_texts
+from tests.support.input_files import write_input
 from tests.support.mutations import BY_SUFFIX, Mutation, damaged, in_sealed_json, poisoned
 from tests.support.resuming import make_run, on_ranks
 from tests.support.runs import tiny_run
@@ -154,11 +161,27 @@ def token_store(folder: Path) -> Target:
     (folder / "valid.idx").write_bytes(head + sizes.tobytes() + offsets.tobytes() + documents.tobytes())
 
     def read(file: Path) -> None:
-        store = open_store(file.with_suffix(""), VOCAB_SIZE)
+        store = open_store(file.with_name(file.name.split(".")[0]), VOCAB_SIZE)
         assert int(store.line_sizes.sum()) == len(store.tokens)
         assert 0 <= int(store.tokens.min()) <= int(store.tokens.max()) < VOCAB_SIZE
 
-    return _target(folder, ["*.idx", "*.bin"], read)
+    return _target(folder, ["*.idx", "*.bin", "*.checked.json"], read)
+
+
+def input_file(folder: Path) -> Target:
+    """Make an input of `prepare` in every format, and a saved dataset."""
+    suffixes = (".txt", ".jsonl", ".parquet", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".txt.zst", ".arrow")
+    files = [write_input(folder / f"x{suffix}", [f"text {n}" for n in range(200)]) for suffix in suffixes]
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x.arrow"}]}))
+
+    def read(file: Path) -> None:
+        options = ReadOptions(chunk_bytes=100)
+        check_text_file(file)
+        for chunk in chunks_of(find_inputs([folder if file.name == "state.json" else file]), options):
+            read_texts(chunk, options)
+
+    others = {file.suffix: [damaged] for file in files if file.suffix not in BY_SUFFIX}
+    return _target(folder, ["x.*", "state.json"], read, mutations=others)
 
 
 def run_file(folder: Path) -> Target:
@@ -240,6 +263,12 @@ def resumption(folder: Path) -> Target:
 def model_config(folder: Path) -> Target:
     write_tiny_model(folder / "model")
     return _target(folder, ["config.json"], lambda file: _use(file.parent))
+
+
+def shards(folder: Path) -> Target:
+    """A model folder in several files with an index."""
+    model_folder.write(folder / "model", _trained_model(), shard_bytes=4000)
+    return _target(folder, [INDEX], lambda file: _use(file.parent))
 
 
 def safetensors(folder: Path) -> Target:
@@ -363,6 +392,7 @@ TARGETS: Mapping[str, Make] = {
     make.__name__: make
     for make in (
         token_store,
+        input_file,
         run_file,
         ds_config,
         manifest,
@@ -370,6 +400,7 @@ TARGETS: Mapping[str, Make] = {
         resumption,
         model_config,
         safetensors,
+        shards,
         tokenizer,
         metrics,
         records,

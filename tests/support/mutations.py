@@ -23,7 +23,7 @@ import yaml
 from torch import Tensor
 
 from megatron_style.checkpoint.logical import is_plain
-from megatron_style.data.store import HEADER
+from megatron_style.data.index import HEADER
 
 Mutation = Callable[[bytes, random.Random], bytes]
 

@@ -1,25 +1,26 @@
 """The modes of evaluation: each cuts a text into units, and gives every prediction its context.
 
-The protocol alone cuts the work into units (batches of windows, lanes), and one rank computes each unit: the result
-does not depend on the number of ranks.
+The protocol alone cuts the work into passes of fixed shapes, and one rank computes each pass: the result does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby, pairwise
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
-from megatron_style.inference.scoring.protocol import Protocol, Request
+from megatron_style.inference.scoring.protocol import Protocol, Request, rows_at_once
 from megatron_style.inference.scoring.reader import Part, Reader, Window
+from megatron_style.inference.scoring.walk import batches, cut_lanes, read_chain, segment_at, share, warm_from
 from megatron_style.model.attention import attention_of
 from megatron_style.model.memory import Reach
+from megatron_style.parallel.topology import Axis
 
-_TOKENS_AT_ONCE = 4096  # in windows, unless --batch-rows is given
 _Unit = TypeVar("_Unit")
 
 
@@ -44,6 +45,14 @@ class Mode(ABC, Generic[_Unit]):
     def read(self, reader: Reader, protocol: Protocol, unit: _Unit) -> Iterator[Part]:
         """Yield the results of a unit."""
 
+    @abstractmethod
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        """Yield this rank's share of the results. All ranks have to call it together."""
+
+    def _read_units(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        for unit in share(self.units(len(reader.tokens), protocol), axis):
+            yield from self.read(reader, protocol, unit)
+
 
 class Nonoverlapping(Mode[list[Window]]):
     """Independent segments, many at once."""
@@ -55,7 +64,7 @@ class Nonoverlapping(Mode[list[Window]]):
         walk_only = ("cache_length", "lanes", "same_length", "clamp_distance")
         _refuse(request, *walk_only, needs="cached or token-by-token")
         stride = self._stride(request, length)
-        batch_rows = request.batch_rows or max(1, _TOKENS_AT_ONCE // length)
+        batch_rows = request.batch_rows or rows_at_once(length)
         return Protocol(request.mode, length, batch_rows=batch_rows, stride=stride)
 
     def _stride(self, request: Request, length: int) -> int | None:
@@ -69,12 +78,21 @@ class Nonoverlapping(Mode[list[Window]]):
         return L - (protocol.stride or L) + 1, L
 
     def units(self, tokens: int, protocol: Protocol) -> Iterable[list[Window]]:
-        return _batches(tokens, protocol)
+        return batches(tokens, protocol)
 
     def read(self, reader: Reader, protocol: Protocol, unit: list[Window]) -> Iterator[Part]:
         del protocol
         parts, _ = reader.read(unit, reader.model.empty_memory(len(unit), 0))
         yield from parts
+
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        """Yield this rank's share. All ranks make equally many passes, because under ZeRO 3 each needs all others: one
+        that has no unit left repeats that of the first rank, without a result."""
+        units = iter(self.units(len(reader.tokens), protocol))
+        while turn := list(islice(units, axis.size)):
+            has_unit = axis.rank < len(turn)
+            parts = list(self.read(reader, protocol, turn[axis.rank if has_unit else 0]))
+            yield from parts if has_unit else ()
 
 
 class Sliding(Nonoverlapping):
@@ -88,9 +106,9 @@ class Sliding(Nonoverlapping):
         return request.stride
 
 
-class Cached(Mode[range]):
-    """One walk through the text, in which each segment attends to the previous one. A walk can be cut into lanes, each
-    warmed by the text before it."""
+class Cached(Mode[list[range]]):
+    """One walk through the text, in which each segment attends to the previous one. The walk reads consecutive segments
+    at once, on all ranks. It can be cut into lanes instead, each warmed by the text before it."""
 
     def protocol(
         self, request: Request, config: ModelFolderConfig, length: int, *, tokens: int, where: str
@@ -101,9 +119,6 @@ class Cached(Mode[range]):
                 f"{where}: was trained with added positions and no cache, and --mode {request.mode} would ruin it "
                 f"(the paper measured a perplexity of 41.59 that way); use --mode nonoverlapping"
             )
-        if request.batch_rows not in (None, 1):
-            given = f"--batch-rows {request.batch_rows}"
-            raise UserError(f"{given}: {request.mode} mode walks in one row; --lanes cuts the walk")
         lanes = request.lanes or 1
         segments = -(-tokens // length)
         if lanes > segments:
@@ -112,9 +127,21 @@ class Cached(Mode[range]):
         reach = self._reach(request, config, cache_length, where)
         memory = config.model.memory
         compressed = 0 if memory is None else memory.compressed * memory.rate
+        batch_rows = request.batch_rows or self._rows(length, lanes)
         return Protocol(
-            request.mode, length, cache_length=cache_length, compressed=compressed, lanes=lanes, reach=reach
+            request.mode,
+            length,
+            cache_length=cache_length,
+            compressed=compressed,
+            batch_rows=batch_rows,
+            lanes=lanes,
+            reach=reach,
         )
+
+    def _rows(self, length: int, lanes: int) -> int:
+        """Return the default number of rows."""
+        most = rows_at_once(length)
+        return most if lanes == 1 else min(lanes, most)
 
     def _reach(self, request: Request, config: ModelFolderConfig, cache_length: int, where: str) -> Reach:
         for flag in ("same_length", "clamp_distance"):
@@ -132,16 +159,27 @@ class Cached(Mode[range]):
         before = protocol.compressed + protocol.cache_length
         return before + 1, min(tokens, before + protocol.segment_length)
 
-    def units(self, tokens: int, protocol: Protocol) -> Iterable[range]:
-        return _cut_lanes(tokens, protocol)
+    def units(self, tokens: int, protocol: Protocol) -> Iterable[list[range]]:
+        lanes = cut_lanes(tokens, protocol)
+        rows = protocol.batch_rows
+        return (lanes[first : first + rows] for first in range(0, len(lanes), rows))
 
-    def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
-        memory = reader.model.empty_memory(1, protocol.cache_length, protocol.reach)
-        for begin in range(_warm_from(unit, protocol), unit.stop, protocol.segment_length):
-            segment = Window(begin, begin, min(begin + protocol.segment_length, unit.stop))
-            parts, memory = reader.read([segment], memory)
-            if begin in unit:
-                yield from parts
+    def read(self, reader: Reader, protocol: Protocol, unit: list[range]) -> Iterator[Part]:
+        """Yield the results of lanes, each of which is a row. A lane that has ended is padded."""
+        memory = reader.model.empty_memory(len(unit), protocol.cache_length, protocol.reach)
+        begins = [warm_from(lane, protocol) for lane in unit]
+        longest = max(lane.stop - begin for lane, begin in zip(unit, begins, strict=True))
+        for done in range(0, longest, protocol.segment_length):
+            segments = [segment_at(begin + done, lane.stop, protocol) for lane, begin in zip(unit, begins, strict=True)]
+            parts, memory = reader.read(segments, memory)
+            for lane, part in zip(unit, parts, strict=True):
+                if part.first in lane:
+                    yield part
+
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        if protocol.lanes > 1:
+            return self._read_units(reader, protocol, axis)
+        return read_chain(reader, protocol, axis)
 
 
 class TokenByToken(Cached):
@@ -154,12 +192,20 @@ class TokenByToken(Cached):
         if not attention_of(config.model).can_decode:
             kind = config.model.positions
             raise UserError(f"{where}: has {kind} positions, so a cached token cannot be read again; use --mode cached")
+        if request.batch_rows not in (None, 1):
+            given = f"--batch-rows {request.batch_rows}"
+            raise UserError(f"{given}: token-by-token mode walks in one row; use --mode cached, which gives the same")
         if request.tensor > 1:
             raise UserError(f"--tensor {request.tensor}: use --mode cached, which gives the same as token-by-token")
         return found
 
-    def read(self, reader: Reader, protocol: Protocol, unit: range) -> Iterator[Part]:
+    def _rows(self, length: int, lanes: int) -> int:
+        del length, lanes
+        return 1
+
+    def read(self, reader: Reader, protocol: Protocol, unit: list[range]) -> Iterator[Part]:
         model = reader.model
+        (lane,) = unit
         decoder = Decoder(
             model,
             rows=1,
@@ -167,12 +213,15 @@ class TokenByToken(Cached):
             cache_length=protocol.cache_length,
             reach=protocol.reach,
         )
-        if (warm := _warm_from(unit, protocol)) < unit.start:
-            decoder.read(reader.inputs(warm, unit.start))
-        for place in unit:
+        if (warm := warm_from(lane, protocol)) < lane.start:
+            decoder.read(reader.inputs(warm, lane.start))
+        for place in lane:
             found = decoder.step(reader.inputs(place, place + 1))
             nll = model.vocabulary.nll(found.x, reader.targets(place, place + 1), None)
             yield Part(place, nll, found.key)
+
+    def read_share(self, reader: Reader, protocol: Protocol, axis: Axis) -> Iterator[Part]:
+        return self._read_units(reader, protocol, axis)
 
 
 MODES: Mapping[EvaluationMode, Mode[Any]] = {
@@ -203,38 +252,8 @@ def contexts(protocol: Protocol, tokens: int) -> tuple[int, int]:
     return MODES[protocol.mode].contexts(protocol, tokens)
 
 
-def _batches(total: int, protocol: Protocol) -> Iterator[list[Window]]:
-    """Yield batches of windows of one shape."""
-    windows = _cut_windows(total, protocol.segment_length, protocol.stride or protocol.segment_length)
-    for _, alike in groupby(windows, key=lambda window: window.shape):
-        same = list(alike)
-        for first in range(0, len(same), protocol.batch_rows):
-            yield same[first : first + protocol.batch_rows]
-
-
 def _refuse(request: Request, *flags: str, needs: str) -> None:
     for flag in flags:
         if getattr(request, flag) is not None:
             value = "" if getattr(request, flag) is True else f" {getattr(request, flag)}"
             raise UserError(f"--{flag.replace('_', '-')}{value} needs --mode {needs}, not {request.mode}")
-
-
-def _cut_windows(total: int, L: int, stride: int) -> Iterator[Window]:
-    """Yield windows: the first counts in full, the others only by their last `stride` tokens; the last may be short."""
-    yield Window(0, 0, min(L, total))
-    for counted in range(L, total, stride):
-        yield Window(counted - (L - stride), counted, min(counted + stride, total))
-
-
-def _cut_lanes(total: int, protocol: Protocol) -> list[range]:
-    """Return contiguous lanes of full segments, as equal as possible."""
-    L = protocol.segment_length
-    segments = -(-total // L)
-    edges = [segments * lane // protocol.lanes * L for lane in range(protocol.lanes)] + [total]
-    return [range(*edge) for edge in pairwise(edges)]
-
-
-def _warm_from(lane: range, protocol: Protocol) -> int:
-    """Return the token at which a lane must start to read, so that its memory is full at its first token."""
-    before = -(-(protocol.compressed + protocol.cache_length) // protocol.segment_length)
-    return max(0, lane.start - before * protocol.segment_length)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from megatron_style.config.model import EvaluationMode
 from megatron_style.model.memory import UNLIMITED, Reach
 
+TOKENS_AT_ONCE = 4096  # unless --batch-rows is given
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -19,7 +21,7 @@ class Protocol:
     segment_length: int
     cache_length: int = 0
     compressed: int = 0  # tokens before the cache of which a compressed memory is made
-    batch_rows: int = 1  # windows at once
+    batch_rows: int = 1  # windows, segments of the one lane, or lanes at once
     stride: int | None = None  # tokens of a window that count; None: all
     lanes: int = 1  # of a walk; one is exact, each further one starts with a limited context
     reach: Reach = UNLIMITED  # of relative positions
@@ -45,3 +47,8 @@ class Request:
     same_length: bool | None = None
     clamp_distance: int | None = None
     tensor: int = 1
+
+
+def rows_at_once(length: int) -> int:
+    """Return the number of segments or windows of a pass that keeps a device busy."""
+    return max(1, TOKENS_AT_ONCE // length)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -55,13 +56,21 @@ class Reader:
         ids = torch.from_numpy(self.tokens[begin:end].astype(np.int64))
         return (ids if self.wants_losses else ids[:0]).to(self.model.positions.table.device)
 
-    def read(self, windows: Sequence[Window], memory: Memory) -> tuple[list[Part], Memory]:
-        """Read windows of one shape, after what is in the memory."""
-        inputs = torch.stack([self.inputs(window.begin, window.end) for window in windows])
-        targets = torch.stack([self.targets(window.counted, window.end) for window in windows])
+    def read(self, windows: Sequence[Window], memory: Memory, length: int = 0) -> tuple[list[Part], Memory]:
+        """Read windows after what is in the memory. All begin to count at the same place. Shorter ones than the longest
+        or `length` are padded at their end, which no token before that sees."""
+        longest = max(length, *(window.end - window.begin for window in windows))
+        inputs = torch.stack([_padded(self.inputs(w.begin, w.end), longest) for w in windows])
+        counted = longest - (windows[0].counted - windows[0].begin) if self.wants_losses else 0
+        targets = torch.stack([_padded(self.targets(w.counted, w.end), counted) for w in windows])
         output = self.model(inputs, targets, memory, key=self.wants_keys)
         parts = []
         for row, window in enumerate(windows):
-            keys = None if output.key is None else output.key[row, window.counted - window.begin :]
-            parts.append(Part(window.counted, output.nll[row], keys))
+            tokens, counted = window.shape
+            keys = None if output.key is None else output.key[row, tokens - counted : tokens]
+            parts.append(Part(window.counted, output.nll[row, :counted], keys))
         return parts, output.memory
+
+
+def _padded(ids: Tensor, length: int) -> Tensor:
+    return F.pad(ids, (0, length - len(ids)))

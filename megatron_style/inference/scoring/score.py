@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -67,23 +66,17 @@ def score(
 ) -> Score:
     """Score a text. Memories are local variables: scoring between two training steps does not change the training.
 
-    The units are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
-    keys of this rank's units."""
+    The passes are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
+    keys of this rank's passes."""
     reader = Reader(model, tokens, eos, wants_keys=keep_keys is not None)
     mode = MODES[protocol.mode]
     nll = torch.zeros(len(tokens), dtype=torch.float64, device=model.positions.table.device)
     times = torch.zeros(len(tokens), dtype=torch.int8, device=nll.device)
-    for unit in share(mode.units(len(tokens), protocol), axis):
-        for part in mode.read(reader, protocol, unit):
-            nll[part.first : part.first + len(part.nll)] = part.nll
-            times[part.first : part.first + len(part.nll)] += 1
-            if keep_keys and part.keys is not None:
-                keep_keys(part.first, part.keys)
-            progress(len(part.nll))
+    for part in mode.read_share(reader, protocol, axis):
+        nll[part.first : part.first + len(part.nll)] = part.nll
+        times[part.first : part.first + len(part.nll)] += 1
+        if keep_keys and part.keys is not None:
+            keep_keys(part.first, part.keys)
+        progress(len(part.nll))
     assert bool((axis.sum(times) == 1).all()), "a token was scored twice, or never"
     return Score(axis.sum(nll).cpu().numpy())
-
-
-def share(units: Iterable[_Unit], axis: Axis) -> Iterator[_Unit]:
-    """Return this rank's units."""
-    return islice(units, axis.rank, None, axis.size)

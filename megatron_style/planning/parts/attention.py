@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_style.planning.parts.micro_batch import FLOAT, PASSES, MicroBatch, Sent
 
@@ -11,6 +12,8 @@ from megatron_style.planning.parts.micro_batch import FLOAT, PASSES, MicroBatch,
 class Attention:
     """The attention half of one block: norm, attention, dropout. Positions are added to the embeddings."""
 
+    is_placed: ClassVar[bool] = False  # True if queries and keys are projections of vectors with positions
+    has_output_bias: ClassVar[bool] = True
     batch: MicroBatch
 
     def products(self, *, causal_once: bool) -> float:
@@ -33,29 +36,50 @@ class Attention:
     def kept(self) -> float:
         """Return the bytes of the tensors that autograd keeps."""
         batch = self.batch
-        vectors = batch.tokens  # the block's input
-        vectors += 0 if self._next_cache_is_the_input else batch.tokens  # the same after its norm
-        vectors += self._placed_vectors
-        vectors += batch.tokens if batch.model.dropout.hidden else 0  # a mask
-        norm = 2 * batch.tokens * FLOAT
-        return vectors * batch.vector_bytes + norm + self._kept_by_kernel
+        vectors = batch.own_tokens  # the block's input
+        vectors += self._kept_of_segment + self._kept_of_memory
+        norm = 2 * batch.own_tokens * FLOAT
+        return vectors * batch.vector_bytes + batch.hidden_mask + norm + self._kept_by_kernel
 
     @property
     def needed(self) -> float:
-        """Return 0: the gradients of this half are smaller than those of the feed-forward half."""
-        return 0.0
+        """Return the bytes of what is gathered again for the backward pass, with and without positions, and of two
+        gradients of it. Otherwise the gradients of this half are smaller than those of the feed-forward half."""
+        batch = self.batch
+        if not batch.recalls:
+            return 0.0
+        copies = 2 if self.is_placed else 1
+        segment = (copies + 2) * batch.tokens if batch.is_split else 0
+        return (segment + copies * batch.cached) * batch.vector_bytes
 
     @property
     def held_for_cache(self) -> float:
-        """Return the bytes of a recomputed block's normed input, which is held until the next cache is made of it."""
-        if not self.batch.setup.recompute or self._next_cache_is_the_input:
+        """Return the bytes of a block's normed input that are held until the next cache is made of it."""
+        batch = self.batch
+        if self._next_cache_is_the_input:
             return 0.0
-        return float(self.batch.stream)
+        if batch.setup.tensor > 1:  # a copy of the rank's own features
+            return batch.tokens * batch.vector_bytes / batch.setup.tensor
+        return batch.stream if batch.setup.recompute else 0.0
 
     @property
-    def caches(self) -> int:
-        """Return the bytes of the last segment's cache and of the next one's, of all rows."""
-        return 2 * self.batch.stage.rows * self.batch.remembered * self.batch.vector_bytes
+    def caches(self) -> float:
+        """Return the bytes of the caches on the device: the last segment's and the next one's, of all rows or, if they
+        are on the host, of the micro-batch that is computed, and the last segment's of the one after it."""
+        stage = self.batch.stage
+        if self.batch.setup.cache == "device":
+            return 2 * stage.accumulation * self._cache
+        return min(3, stage.accumulation + 1) * self._cache
+
+    @property
+    def host_caches(self) -> float:
+        """Return the bytes of the caches on the host: the last segment's and the next one's, of all rows."""
+        return 0.0 if self.batch.setup.cache == "device" else 2 * self.batch.stage.accumulation * self._cache
+
+    @property
+    def _cache(self) -> float:
+        """Return the bytes of a rank's share of the cache of one micro-batch."""
+        return self.batch.cached * self.batch.vector_bytes / self.batch.setup.tensor
 
     @property
     def position_table(self) -> int:
@@ -65,19 +89,45 @@ class Attention:
 
     @property
     def sent(self) -> Sent:
-        """Return one sum after the output projection and one gradient before the input projections; the cache has
-        none. A recomputed block repeats the first."""
-        times = 3 if self.batch.setup.recompute else 2
-        return Sent(messages=times, vectors=times * self.batch.tokens)
+        """Return one sum after the output projection and one gradient before the input projections, of which a
+        recomputed block repeats the first. The memory, which has no gradient, is gathered in both passes."""
+        batch = self.batch
+        memory = Sent(messages=2, moved=2 * batch.cached) if batch.cached else Sent()
+        if batch.is_split:
+            return memory.plus(self._sent_if_split)
+        times = 3 if batch.setup.recompute else 2
+        return memory.plus(Sent(messages=times, vectors=times * batch.tokens))
 
     @property
-    def _placed_vectors(self) -> int:
-        """Return the number of vectors with positions that are kept in addition to those without."""
-        return 0
+    def _sent_if_split(self) -> Sent:
+        """Return what is gathered before the input projections, again for the backward pass, and scattered after the
+        output projection, with the gradients of both. The norm's gradients are summed, and the bias's."""
+        batch = self.batch
+        times = 6 if batch.setup.recompute else 5
+        bias = 1 if self.has_output_bias else 0
+        return Sent(times + 1 + bias, moved=times * batch.tokens, other=(2 + bias) * batch.vector_bytes)
+
+    @property
+    def _kept_of_segment(self) -> float:
+        """Return the number of vectors that are kept of the segment for the projections."""
+        batch = self.batch
+        if batch.is_split and batch.recalls:
+            return batch.own_tokens
+        normed = 0 if self._next_cache_is_the_input and batch.setup.tensor == 1 else batch.tokens
+        return normed + (batch.tokens if self.is_placed else 0)
+
+    @property
+    def _kept_of_memory(self) -> int:
+        """Return the number of vectors that are kept of the memory in addition to the cache itself."""
+        batch = self.batch
+        if batch.recalls:
+            return 0
+        gathered = batch.cached if batch.setup.tensor > 1 else 0
+        return gathered + (batch.cached if self.is_placed else 0)
 
     @property
     def _next_cache_is_the_input(self) -> bool:
-        """True if the next cache holds the normed input of the block, which then costs nothing."""
+        """True if the next cache holds the normed input of the block, or its own features of it: it costs nothing."""
         return self.batch.stage.cache_length == self.batch.stage.segment_length
 
     @property
@@ -90,7 +140,7 @@ class Attention:
         if self.is_fused:
             return inputs * batch.element_bytes + mixed + queries * FLOAT  # one sum per query
         # torch's plain kernel computes in full precision.
-        dropped = FLOAT + batch.mask_bytes(FLOAT) if batch.model.dropout.attention else 0
+        dropped = FLOAT + batch.plain_mask_bytes if batch.model.dropout.attention else 0
         S = batch.stage.segment_length + batch.remembered
         return inputs * FLOAT + mixed + queries * S * (FLOAT + dropped)
 
@@ -99,14 +149,14 @@ class Attention:
 class InfusedAttention(Attention):
     """Positions are added to the inputs of queries and keys, in every block."""
 
-    @property
-    def _placed_vectors(self) -> int:
-        return self.batch.keys
+    is_placed = True
 
 
 @dataclass(frozen=True)
 class RelativeAttention(Attention):
     """Scores have a second part, of queries and projected distances, which no fused kernel computes."""
+
+    has_output_bias = False
 
     def products(self, *, causal_once: bool) -> float:
         L = self.batch.stage.segment_length
@@ -131,7 +181,8 @@ class RelativeAttention(Attention):
         """Return the bytes of the gradients of weights, scores and bias, and of the bias by distance, twice."""
         batch = self.batch
         S = batch.stage.segment_length + batch.remembered
-        return 5 * batch.tokens * S * batch.model.heads / batch.setup.tensor * FLOAT
+        scores = 5 * batch.tokens * S * batch.model.heads / batch.setup.tensor * FLOAT
+        return max(scores, super().needed)
 
     @property
     def _kept_by_kernel(self) -> float:

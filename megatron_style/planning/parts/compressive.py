@@ -47,7 +47,7 @@ class _Compressive(Attention):
             return base
         times = 2 if self.batch.setup.recompute else 1
         vectors = (times + 1) * self.batch.tokens // self._memory.rate
-        return Sent(base.messages + 2 * times + 1, base.vectors + vectors, base.other + times * FLOAT)
+        return base.plus(Sent(2 * times + 1, vectors, other=times * FLOAT))
 
     @property
     def _projected_again(self) -> int:
@@ -76,6 +76,8 @@ class CompressiveInfusedAttention(_Compressive, InfusedAttention):
 @dataclass(frozen=True)
 class CompressiveRelativeAttention(_Compressive, RelativeAttention):
     """Compressed slots have distances of their own."""
+
+    has_output_bias = True
 
     def products(self, *, causal_once: bool) -> float:
         C = self.batch.slots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts.micro_batch import FLOAT, MicroBatch, Sent
+from megatron_style.planning.parts.micro_batch import FLOAT, MASK, MicroBatch, Sent
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,32 @@ class FeedForward:
     @property
     def kept(self) -> float:
         batch = self.batch
-        vectors = 2 * batch.tokens  # its input, before and after the norm
-        vectors += batch.tokens if batch.model.dropout.hidden else 0  # a mask
-        norm = 2 * batch.tokens * FLOAT
+        is_gathered = batch.is_split and not batch.recalls
+        vectors = batch.own_tokens + (batch.tokens if is_gathered else batch.own_tokens)  # before and after the norm
+        norm = 2 * batch.own_tokens * FLOAT
         inner = batch.element_bytes
         if batch.model.dropout.activation:
-            inner = 2 * batch.element_bytes + batch.mask_bytes(batch.element_bytes)  # before, after, and the mask
-        return vectors * batch.vector_bytes + norm + batch.tokens * self._inner_size * inner
+            inner = 2 * batch.element_bytes + MASK  # before and after
+        return vectors * batch.vector_bytes + batch.hidden_mask + norm + batch.tokens * self._inner_size * inner
 
     @property
     def needed(self) -> float:
         """Return the bytes of the gradients that are alive at once in its backward pass."""
         inner = 1 if self.batch.model.dropout.activation else 2  # a dropped copy is gone when the second one is made
-        wide = inner * self._inner_size
-        return self.batch.tokens * (wide + self.batch.model.hidden_size) * self.batch.element_bytes
+        D = self.batch.model.hidden_size
+        wide = inner * self._inner_size + D
+        if self.batch.is_split:  # the input is gathered again, or its gradient is about to be scattered
+            wide = max(wide, self._inner_size + 2 * D)
+        return self.batch.tokens * wide * self.batch.element_bytes
 
     @property
     def sent(self) -> Sent:
-        """Return one sum after the second matrix, which recompute does not need, and one gradient before the first."""
-        return Sent(messages=2, vectors=2 * self.batch.tokens)
+        """Return one sum after the second matrix, which recompute does not need, and one gradient before the first; if
+        vectors are split, what is gathered and scattered instead, and the gradients of norm and bias."""
+        batch = self.batch
+        if not batch.is_split:
+            return Sent(messages=2, vectors=2 * batch.tokens)
+        return Sent(messages=5 + 2, moved=5 * batch.tokens, other=3 * batch.vector_bytes)
 
     @property
     def _inner_size(self) -> float:

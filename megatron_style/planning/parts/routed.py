@@ -112,5 +112,5 @@ class RoutedAttention(Attention):
         mixed = 2 * rows * E * batch.element_bytes
         if batch.setup.kernels.fused_attention:
             return (inputs + masks * rows * spans.keys) * batch.element_bytes + mixed + rows * FLOAT
-        dropped = FLOAT + batch.mask_bytes(FLOAT) if batch.model.dropout.attention else 0
+        dropped = FLOAT + batch.plain_mask_bytes if batch.model.dropout.attention else 0
         return inputs * FLOAT + mixed + rows * spans.keys * (FLOAT + dropped)

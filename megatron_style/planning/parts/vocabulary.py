@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts.micro_batch import FLOAT, LONG, MicroBatch, Sent
+from megatron_style.planning.parts.micro_batch import FLOAT, LONG, MASK, MicroBatch, Sent
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class Vocabulary:
     @property
     def kept_by_embedding(self) -> float:
         batch = self.batch
-        # The vectors this rank has looked up, and the mask.
-        held = 1 / batch.setup.tensor + bool(batch.model.dropout.hidden)
-        elements = batch.tokens * batch.model.hidden_size * held + self._narrow_elements
-        return elements * batch.element_bytes + 4 * batch.tokens * LONG  # where each token is, here and in the loss
+        looked_up = batch.tokens / batch.setup.tensor * batch.model.hidden_size
+        elements = looked_up + self._narrow_elements
+        return (
+            elements * batch.element_bytes + batch.hidden_mask + 4 * batch.tokens * LONG
+        )  # where each token is, here and in the loss
 
     @property
     def kept(self) -> float:
@@ -42,7 +43,14 @@ class Vocabulary:
         """Return the vectors after the embedding, the gradient of the scored ones, and three numbers per token: the
         largest logit, the sum of exponentials and the target's logit."""
         tokens = self.batch.tokens
-        return Sent(messages=1 + 4, vectors=2 * tokens, other=3.0 * tokens * FLOAT)
+        return self._sent_between_layers.plus(Sent(messages=4, vectors=tokens, other=3.0 * tokens * FLOAT))
+
+    @property
+    def _sent_between_layers(self) -> Sent:
+        """Return the vectors after the embedding. Split ones are scattered there, their gradients are gathered, and
+        they themselves before the loss."""
+        tokens = self.batch.tokens
+        return Sent(messages=3, moved=3 * tokens) if self.batch.is_split else Sent(messages=1, vectors=tokens)
 
     @property
     def _narrow_elements(self) -> float:
@@ -57,7 +65,8 @@ class Vocabulary:
     @property
     def _scored(self) -> int:
         """Return the bytes of the vectors that are scored, and of their mask."""
-        return self.batch.stream * (1 + self._drops)
+        mask = self.batch.model.hidden_size * MASK * self._drops
+        return self.batch.tokens * (self.batch.vector_bytes + mask)
 
     @property
     def _scores(self) -> tuple[float, ...]:
@@ -103,7 +112,7 @@ class AdaptiveVocabulary(Vocabulary):
         other = 3.0 * tokens * FLOAT + sum(D * band.width for band in setup.bands) * e
         for band, share in zip(setup.bands[1:], setup.band_shares[1:], strict=True):
             other += tokens * share * (3 * FLOAT + band.width * e)
-        return Sent(messages=1 + (4 + 1) * len(setup.bands), vectors=2 * tokens, other=other)
+        return self._sent_between_layers.plus(Sent((4 + 1) * len(setup.bands), vectors=tokens, other=other))
 
     @property
     def _narrow_elements(self) -> float:
@@ -121,6 +130,7 @@ class AdaptiveVocabulary(Vocabulary):
         head, *tails = super()._kept_by_bands
         kept = [head]
         for band, share, scores in zip(setup.bands[1:], setup.band_shares[1:], tails, strict=True):
-            inputs = setup.model.hidden_size + band.width * (1 + self._drops)
-            kept.append(self.batch.tokens * share * inputs * self.batch.element_bytes + scores)
+            inputs = (setup.model.hidden_size + band.width) * self.batch.element_bytes
+            mask = band.width * MASK * self._drops
+            kept.append(self.batch.tokens * share * (inputs + mask) + scores)
         return tuple(kept)
