@@ -14,11 +14,15 @@ from typing import Any
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, run_command, show
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import DEFAULT_CACHE
-from megatron_style.data.corpora import SPLITS, built_in_corpus
-from megatron_style.data.prepare import Recipe, prepare_corpus
-from megatron_style.data.text import TextFile, check_text_file
+from megatron_style.data.index_writer import INDEX_WRITERS
+from megatron_style.data.preparation.corpora import SPLITS, built_in_corpus
+from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
+from megatron_style.data.preparation.workers import usable_cpus, worker_pool
+from megatron_style.data.pretrained import import_tokenizer
+from megatron_style.data.readers.chunks import ReadOptions
+from megatron_style.data.readers.inputs import InputFile, find_inputs
+from megatron_style.data.text import check_text_file
 from megatron_style.data.tokenizer import SMALLEST_BPE_VOCAB, load_tokenizer
-from megatron_style.data.workers import usable_cpus, worker_pool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,19 +37,39 @@ def recipe_from(args: argparse.Namespace) -> Recipe:
     """Check the flags against one another, and find the files."""
     splits, suited = _sources(args)
     for file in chain.from_iterable(splits.values()):
-        check_text_file(file.path)
+        check_input(file, skip_bad=args.skip_bad)
     kind = args.tokenizer or suited
+    imported = None
     if args.dictionary is not None:
         kind = _reused_kind(args)
+    elif kind not in ("words", "bpe"):
+        imported = Path(kind)
+        kind = _imported_kind(args)
     elif kind == "bpe":
         if args.threshold is not None:
             raise UserError(f"--threshold {args.threshold} is for --tokenizer words; bpe takes --vocab-size only")
         if args.vocab_size is not None and args.vocab_size < SMALLEST_BPE_VOCAB:
             raise UserError(f"--vocab-size {args.vocab_size} is too small for bpe: at least {SMALLEST_BPE_VOCAB}")
-    return Recipe(splits, kind, args.vocab_size, args.threshold or 0, args.dictionary)
+    return Recipe(
+        splits,
+        kind,
+        args.vocab_size,
+        args.threshold or 0,
+        args.dictionary,
+        imported,
+        ReadOptions(args.key, args.skip_bad),
+        args.format,
+        args.end_of_document,
+    )
 
 
-def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[TextFile]], str]:
+def check_input(file: InputFile, *, skip_bad: bool) -> None:
+    """Refuse what cannot be read, before any work is done."""
+    if not skip_bad or not file.path.is_file():
+        check_text_file(file.path)
+
+
+def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[InputFile]], str]:
     """Return the files of each split, and the kind of tokenizer that suits them."""
     given = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
     if args.corpus is not None:
@@ -55,7 +79,16 @@ def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[TextFile]], st
         return corpus.splits, corpus.tokenizer
     if "train" not in given or "valid" not in given:
         raise UserError("nothing to prepare: give --train FILE... and --valid FILE..., or --corpus NAME")
-    return {split: [TextFile.at(path) for path in paths] for split, paths in given.items()}, "words"
+    return {split: find_inputs(paths) for split, paths in given.items()}, "words"
+
+
+def _imported_kind(args: argparse.Namespace) -> str:
+    if (Path(args.tokenizer) / "dict.txt").is_file() or (Path(args.tokenizer) / "corpus.json").is_file():
+        raise UserError(f"--tokenizer {args.tokenizer}: was made by `prepare`; use --dictionary {args.tokenizer}")
+    for flag, value in (("--vocab-size", args.vocab_size), ("--threshold", args.threshold)):
+        if value is not None:
+            raise UserError(f"{flag} {value} has no effect on --tokenizer {args.tokenizer}, which exists; leave it out")
+    return import_tokenizer(Path(args.tokenizer), args.end_of_document).kind
 
 
 def _reused_kind(args: argparse.Namespace) -> str:
@@ -76,38 +109,75 @@ def _summary(output: Path, record: Mapping[str, Any], *, is_new: bool) -> dict[s
         "vocab_size": record["vocab_size"],
     }
     for split, content in record["splits"].items():
-        summary |= {f"{split}_{what}": content[what] for what in ("lines", "words", "tokens", "unknown")}
+        summary |= {f"{split}_{what}": content[what] for what in ("documents", "lines", "words", "tokens", "unknown")}
+        if content["left_out"]:
+            summary[f"{split}_left_out"] = content["left_out"]
     return summary
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "prepare",
-        "Turn text files into token stores (.bin and .idx of train, valid and test), their tokenizer and corpus.json.",
+        "Turn text into token stores (.bin and .idx of train, valid and test), their tokenizer and corpus.json. Inputs "
+        "are files, quoted patterns and folders of plain text, JSON lines (either also as .gz, .zst, .bz2 or .xz), "
+        "Parquet, and folders that `datasets` has saved. An interrupted preparation resumes after the last complete "
+        "input file when it is started again.",
         "python -m megatron_style.prepare --corpus sotu --output data/sotu\n"
-        "  python -m megatron_style.prepare --train a.txt b.txt --valid v.txt --output data/mine --threshold 3",
+        "  python -m megatron_style.prepare --train a.txt b.txt --valid v.txt --output data/mine --threshold 3\n"
+        "  python -m megatron_style.prepare --train 'shards/*.jsonl.zst' --valid valid.parquet --key content \\\n"
+        "      --tokenizer bpe --vocab-size 32000 --skip-bad --output data/web\n"
+        "  python -m megatron_style.prepare --train wiki/train --valid wiki/validation --tokenizer models/gpt2 \\\n"
+        "      --format megatron --output data/wiki",
     )
-    files = parser.add_argument_group("what to prepare: text files, or a built-in corpus")
+    _add_input_flags(parser)
+    _add_tokenizer_flags(parser)
+    _add_output_flags(parser)
+    add_json_flag(parser)
+    return parser
+
+
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
+    files = parser.add_argument_group("what to prepare: your own text, or a built-in corpus")
     for split in SPLITS:
         files.add_argument(
-            f"--{split}", nargs="+", action="extend", type=Path, metavar="FILE", help=f"UTF-8 text for {split}"
+            f"--{split}", nargs="+", action="extend", type=Path, metavar="PATH", help=f"files or folders for {split}"
         )
+    files.add_argument("--key", default="text", help="the key or column of the text in JSON lines, Parquet and Arrow")
+    files.add_argument(
+        "--skip-bad", action="store_true", help="leave out damaged lines, records and files, and count them"
+    )
     files.add_argument("--corpus", metavar="NAME", help="sotu, python or wikitext-103 (downloaded)")
     files.add_argument("--cache", type=Path, default=DEFAULT_CACHE, metavar="DIR", help="the folder of downloads")
 
+
+def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     words = parser.add_argument_group("tokenizer")
-    words.add_argument("--tokenizer", choices=("words", "bpe"), help="default: words; bpe for sotu and python")
+    words.add_argument(
+        "--tokenizer",
+        metavar="KIND",
+        help="words, bpe, or the path of an existing tokenizer.json or Hugging Face folder, which is used as it is "
+        "(default: words; bpe for sotu and python)",
+    )
     words.add_argument("--vocab-size", type=int, metavar="N", help="at most N ids, then padded to a multiple of 8")
     words.add_argument("--threshold", type=int, metavar="N", help="words seen fewer than N times become <unk>")
     words.add_argument("--dictionary", type=Path, metavar="FILE_OR_DIR", help="encode with an existing tokenizer")
+    words.add_argument(
+        "--end-of-document",
+        metavar="TOKEN",
+        help="a token that follows each document (a JSON record, a row or a file of text), such as <s>; default: none, "
+        "and for an existing tokenizer its own end token",
+    )
 
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--format", choices=tuple(INDEX_WRITERS), default="fairseq", help="the dialect of the stores (default: fairseq)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that was made from something else")
     parser.add_argument(
         "--workers", type=positive_int, default=usable_cpus(), metavar="N", help="processes (default: all CPUs)"
     )
-    add_json_flag(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,17 @@ class Batch:
     counted: NDArray[np.bool_]  # false where a row is shorter than the batch is wide
 
 
-def read_batch(tokens: NDArray[Any], reading: Reading, *, eos: int) -> Batch:
+def read_batch(streams: Sequence[NDArray[Any]], reading: Reading, *, eos: int) -> Batch:
+    """Read each row from the stream of its source."""
     places = reading.places
-    before = tokens[np.maximum(places - 1, 0)].astype(np.int64)
+    before = np.empty(places.shape, np.int64)
+    targets = np.empty(places.shape, np.int64)
+    for source in np.unique(reading.sources):
+        own = reading.sources == source
+        before[own] = streams[source][np.maximum(places[own] - 1, 0)]
+        targets[own] = streams[source][places[own]]
     return Batch(
-        inputs=np.where(places > 0, before, eos),  # the corpus starts as if a line had just ended
-        targets=tokens[places].astype(np.int64),
+        inputs=np.where(places > 0, before, eos),  # a source starts as if a line had just ended
+        targets=targets,
         counted=np.arange(places.shape[1]) < reading.lengths[:, None],
     )

@@ -1,8 +1,9 @@
-"""The prepared text of a run: two token stores, their vocabulary and their tokenizer."""
+"""The prepared text of a run: its token stores, their vocabulary and their tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +16,25 @@ from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import DataConfig
 from megatron_style.data.index import BLOCK
 from megatron_style.data.store import TokenStore, open_store
-from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, Tokenizer, load_tokenizer
+from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, TOKENIZER_FILES, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class Corpus:
-    train: TokenStore
-    valid: TokenStore
+    train: tuple[TokenStore, ...]  # one for each source
+    valid: Mapping[str, TokenStore]  # by name, the main one first
     vocab_size: int
     tokenizer: Tokenizer | None  # the stores of other tools may have none
-    eos: int = EOS
+    eos: int = EOS  # the token before the first
+
+    @property
+    def main_valid(self) -> str:
+        """Return the name of the held-out text by which runs are compared."""
+        return next(iter(self.valid))
+
+    @property
+    def train_tokens(self) -> tuple[int, ...]:
+        return tuple(len(store) for store in self.train)
 
     def held_out_digest(self, tokens: NDArray[Any]) -> str:
         """Return a digest of held-out tokens and their vocabulary: losses can be compared only if it is the same."""
@@ -39,21 +49,23 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
-    train = open_store(data.train, check=check_ids)
-    valid = open_store(data.valid, check=check_ids)
-    tokenizer = tokenizer_beside(data.train)
+    prefixes = [source.path for source in data.sources]
+    train = tuple(open_store(prefix, check=check_ids) for prefix in prefixes)
+    valid = {name: open_store(prefix, check=check_ids) for name, prefix in data.held_out.items()}
+    owner, tokenizer = _first_tokenizer(prefixes)
     vocab_size = data.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if vocab_size is None:
         raise UserError(
-            f"{data.train.parent}: no {DICTIONARY_FILE} or {BPE_FILE} next to the token store; "
+            f"{owner.parent}: no {DICTIONARY_FILE} or {BPE_FILE} next to the token store; "
             f"set data.vocab_size to the number of token ids"
         )
-    if data.valid.parent != data.train.parent:
-        check_same_tokenizer(tokenizer, data.valid, f"{data.train}")
+    for prefix in data.prefixes:
+        if prefix.parent != owner.parent:
+            check_same_tokenizer(tokenizer, prefix, f"{owner}")
     if check_ids:
-        train.check_ids(vocab_size)
-        valid.check_ids(vocab_size)
-    return Corpus(train, valid, vocab_size, tokenizer)
+        for store in (*train, *valid.values()):
+            store.check_ids(vocab_size)
+    return Corpus(train, valid, vocab_size, tokenizer, tokenizer.eos if tokenizer else EOS)
 
 
 def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, owner: str) -> None:
@@ -79,11 +91,24 @@ def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
 
 def tokenizer_of_run(folder: Path, data: DataConfig) -> Tokenizer | None:
     """Return the copy in the run's folder, or else the tokenizer of its corpus."""
-    return tokenizer_beside(RunFolder(folder).run_file) or tokenizer_beside(data.train)
+    return tokenizer_beside(RunFolder(folder).run_file) or tokenizer_of(data)
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer of the training text; None if no source has one."""
+    return _first_tokenizer([source.path for source in data.sources])[1]
+
+
+def _first_tokenizer(prefixes: Sequence[Path]) -> tuple[Path, Tokenizer | None]:
+    """Return the first store with a tokenizer next to it; without any, the first store and None."""
+    for prefix in prefixes:
+        if (tokenizer := tokenizer_beside(prefix)) is not None:
+            return prefix, tokenizer
+    return prefixes[0], None
 
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:
     folder = prefix.parent
-    if any((folder / name).is_file() for name in (DICTIONARY_FILE, BPE_FILE)):
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
         return load_tokenizer(folder)
     return None

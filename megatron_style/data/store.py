@@ -6,6 +6,7 @@ A store is opened without reading it. What must be known of all its ids is in th
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
-from megatron_style.data.index import BLOCK, DTYPE_CODES, HEADER, MAGIC, OFFSET, SIZE, VERSION, Entries, Index
+from megatron_style.data.documents import DocumentEnds, DocumentLines, Documents, DocumentsWriter, documents_file
+from megatron_style.data.index import Entries, Index
+from megatron_style.data.index_writer import INDEX_WRITERS
 from megatron_style.data.inspection import Inspection, Inspector, inspect_ids, read_record, settled_stamps, write_record
 
 
@@ -33,42 +36,92 @@ def store_files(prefix: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
+@dataclass(frozen=True)
+class Written:
+    """How much of a store has been written."""
+
+    tokens: int = 0
+    lines: int = 0
+    documents: int = 0
+    document_end: int = 0  # the number of tokens up to the end of the last document
+
+
+def _checked_files(bin_path: Path) -> list[Path]:
+    """Return the files of a store that is there."""
+    files = [*store_files(bin_path), documents_file(bin_path)]
+    return [path for path in files if path.is_file()]
+
+
 class TokenStoreWriter:
     """Writes a store as a stream: neither tokens nor sizes are kept in memory."""
 
-    def __init__(self, prefix: Path, vocab_size: int) -> None:
+    def __init__(self, prefix: Path, vocab_size: int, *, dialect: str = "fairseq", done: Written | None = None) -> None:
+        """Begin a store, or continue one of which `done` is on the disk."""
+        done = done or Written()
         self.dtype = token_dtype(vocab_size)
-        self.tokens = 0
-        self.lines = 0
+        self.done = done
         self._vocab_size = vocab_size
+        self._bin_path, idx_path = store_files(prefix)
         self._inspector = Inspector()
-        self._files = store_files(prefix)
-        bin_path, idx_path = self._files
-        self._bin = bin_path.open("wb")
-        self._idx = idx_path.open("w+b")
-        self._write_header()  # again at the end, with the number of lines
+        for block in Entries(self._bin_path, self.dtype, 0, done.tokens).blocks() if done.tokens else ():
+            self._inspector.add(block)
+        self._bin = self._bin_path.open("r+b" if done.tokens else "wb")
+        self._bin.truncate(done.tokens * self.dtype.itemsize)
+        self._bin.seek(0, os.SEEK_END)
+        entries = done.lines if dialect == "fairseq" else done.documents
+        self._index = INDEX_WRITERS[dialect](idx_path, self.dtype, entries=entries)
+        self._documents = DocumentsWriter(documents_file(self._bin_path), documents=done.documents)
+        self._index_has_documents = dialect != "fairseq"
 
-    def append(self, ids: NDArray[Any], line_sizes: NDArray[Any]) -> None:
-        """Add complete lines: their ids in sequence, and the number of ids of each line."""
+    @property
+    def tokens(self) -> int:
+        return self.done.tokens
+
+    @property
+    def lines(self) -> int:
+        return self.done.lines
+
+    def append(
+        self, ids: NDArray[Any], line_sizes: NDArray[Any], document_ends: Sequence[int] | NDArray[np.int64] = ()
+    ) -> None:
+        """Add complete lines: their ids in sequence, and the number of ids of each line. `document_ends` holds, for
+        each document that ends here, the number of these ids up to its end."""
         assert int(line_sizes.sum()) == len(ids), "sizes and ids disagree"
         assert not len(ids) or (ids.min() >= 0 and ids.max() < self._vocab_size), "an id outside the vocabulary"
         ids = ids.astype(self.dtype, copy=False)
         self._bin.write(ids.tobytes())
         self._inspector.add(ids)
-        self._idx.write(line_sizes.astype(SIZE, copy=False).tobytes())
-        self.tokens += len(ids)
-        self.lines += len(line_sizes)
+        ends = self.done.tokens + np.asarray(document_ends, np.int64)
+        ends = ends[np.diff(ends, prepend=self.done.document_end) > 0]  # a document without tokens is none
+        self._index.append(line_sizes, np.diff(ends, prepend=self.done.document_end))
+        self._documents.append(ends)
+        self.done = Written(
+            self.done.tokens + len(ids),
+            self.done.lines + len(line_sizes),
+            self.done.documents + len(ends),
+            int(ends[-1]) if len(ends) else self.done.document_end,
+        )
+
+    def sync(self) -> Written:
+        """Return what has been written, when it is on the disk: from there the store can be continued."""
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._index.sync()
+        self._documents.sync()
+        return self.done
 
     def close(self) -> None:
-        """Complete the index, and return only when both files are on disk, with a record of what is in them."""
-        self._write_offsets()
-        self._idx.seek(0)
-        self._write_header()
-        for file in (self._bin, self._idx):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        write_record(self._files, settled_stamps(self._files), self._inspector.found)
+        """Complete the index, and return only when the files are on disk, with a record of what is in them."""
+        if self.done.document_end < self.done.tokens and (self.done.documents or self._index_has_documents):
+            self.append(np.empty(0, self.dtype), np.empty(0, np.int64), [0])
+        self._index.complete()
+        self._documents.complete()
+        self.sync()
+        self._close_files()
+        if self._index_has_documents or not self.done.documents:
+            documents_file(self._bin_path).unlink()
+        files = _checked_files(self._bin_path)
+        write_record(files, settled_stamps(files), self._inspector.found)
 
     @property
     def sha256(self) -> str:
@@ -84,26 +137,12 @@ class TokenStoreWriter:
         if kind is None:
             self.close()
             return
-        for file in (self._bin, self._idx):
-            with suppress(OSError):  # closing flushes, which fails again on a full disk and would hide the first error
-                file.close()
+        with suppress(OSError):  # closing flushes, which fails again on a full disk and would hide the first error
+            self._close_files()
 
-    def _write_header(self) -> None:
-        code = next(code for code, name in DTYPE_CODES["fairseq"].items() if np.dtype(name) == self.dtype)
-        self._idx.write(HEADER.pack(MAGIC, VERSION, code, self.lines))
-
-    def _write_offsets(self) -> None:
-        """Read the sizes back in blocks, and write the offset of each line after them."""
-        offset = 0
-        for first in range(0, self.lines, BLOCK):
-            self._idx.seek(HEADER.size + first * SIZE.itemsize)
-            lines = min(BLOCK, self.lines - first)
-            sizes = np.frombuffer(self._idx.read(lines * SIZE.itemsize), SIZE).astype(np.int64)
-            ends = offset + np.cumsum(sizes) * self.dtype.itemsize
-            starts = np.concatenate(([offset], ends[:-1]))
-            self._idx.seek(HEADER.size + self.lines * SIZE.itemsize + first * OFFSET.itemsize)
-            self._idx.write(starts.astype(OFFSET).tobytes())
-            offset = int(ends[-1])
+    def _close_files(self) -> None:
+        with self._bin, self._index, self._documents:
+            pass
 
 
 @dataclass(frozen=True)
@@ -128,13 +167,23 @@ class TokenStore:
         return self.index.sizes.mapped()
 
     @cached_property
+    def documents(self) -> Documents | None:
+        """Return the documents, or None if the store does not say where they end."""
+        if self.index.documents is not None:
+            return DocumentLines(self.index, self.index.documents, self.dtype.itemsize)
+        path = documents_file(self.path)
+        return DocumentEnds(path) if path.is_file() else None
+
+    @cached_property
     def inspection(self) -> Inspection:
         """Return what is known of all ids. A store that has no valid record is read completely, and then has one."""
-        files = (self.path, self.index.path)
+        files = _checked_files(self.path)
         if (known := read_record(files)) is not None:
             return known
         stamps = settled_stamps(files)
         self.index.check(self.dtype)
+        if self.documents is not None:
+            self.documents.check(len(self))
         found = inspect_ids(self._ids)
         write_record(files, stamps, found)
         return found

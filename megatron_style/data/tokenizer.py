@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, count, groupby
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, count, groupby, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,15 +22,31 @@ from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.data.text import lines_of
 
 BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MULTIPLE = 8  # vocabularies are padded to it, for matrix units and tensor-parallel shards
 
+_LINE_END = "\0"  # among words: no text holds it
+_LINE_END_ID = -1
+
 DICTIONARY_FILE = "dict.txt"
 BPE_FILE = "tokenizer.json"
+PRETRAINED_FILE = "pretrained_tokenizer.json"
+TOKENIZER_FILES = (DICTIONARY_FILE, BPE_FILE, PRETRAINED_FILE)
 DEFAULT_BPE_VOCAB = 8192
 SMALLEST_BPE_VOCAB = len(SPECIALS) + 256  # every byte must have a token, or some text could not be encoded
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The ids of several texts in sequence."""
+
+    ids: NDArray[np.int32]
+    line_sizes: NDArray[np.int32]  # the number of ids of each line
+    text_lines: NDArray[np.int64]  # the number of lines of each text
+    words: int  # separated by white space, whatever the tokenizer: perplexity per word needs them
 
 
 class Tokenizer(Protocol):
@@ -35,7 +54,7 @@ class Tokenizer(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return `words` or `bpe`."""
+        """Return `words`, `bpe` or `pretrained`."""
 
     @property
     def vocab_size(self) -> int:
@@ -45,8 +64,15 @@ class Tokenizer(Protocol):
     def eos(self) -> int:
         return EOS
 
+    @property
+    def unk(self) -> int | None:
+        return UNK
+
     def encode_line(self, line: str) -> list[int]:
         """Return the ids of one line and </s>."""
+
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        """Return the ids of texts of any number of lines. A newline at the end of a text begins no further line."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt: its lines, with </s> between them but not after the last."""
@@ -73,7 +99,11 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a folder (dict.txt or tokenizer.json), or of one of these files."""
+    """Load the tokenizer of a folder, or of one of the files that `save` writes."""
+    if path.name == PRETRAINED_FILE or (path / PRETRAINED_FILE).is_file():
+        from megatron_style.data.pretrained import PretrainedTokenizer  # which needs this module
+
+        return PretrainedTokenizer.load(path if path.is_file() else path / PRETRAINED_FILE)
     if path.is_file():
         return BpeTokenizer.load(path) if path.suffix == ".json" else WordDictionary.load(path)
     found = [path / name for name in (DICTIONARY_FILE, BPE_FILE) if (path / name).is_file()]
@@ -139,8 +169,21 @@ class WordDictionary(Tokenizer):
         # str.split splits at the same characters as fairseq's regular expression \s+
         return [*(self._ids.get(word, UNK) for word in line.split()), EOS]
 
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        marked = "".join(text.removesuffix("\n").replace("\n", f" {_LINE_END} ") + f" {_LINE_END} " for text in texts)
+        words = marked.split()
+        ids = np.fromiter(map(self._ids_and_line_end.get, words, repeat(UNK)), np.int32, len(words))
+        ends = np.flatnonzero(ids == _LINE_END_ID)
+        ids[ends] = EOS
+        sizes = np.diff(ends, prepend=-1).astype(np.int32)
+        return Encoded(ids, sizes, _lines_of_each(texts), len(words) - len(ends))
+
+    @cached_property
+    def _ids_and_line_end(self) -> dict[str, int]:
+        return self._ids | {_LINE_END: _LINE_END_ID}
+
     def decode(self, ids: Iterable[int]) -> str:
-        return "\n".join(map(self._decode_line, _split_at_eos(ids)))
+        return "\n".join(map(self._decode_line, split_at(EOS, ids)))
 
     def _decode_line(self, ids: Iterable[int]) -> str:
         return " ".join(self._words[i] for i in ids)
@@ -186,12 +229,7 @@ class BpeTokenizer(Tokenizer):
     @classmethod
     def load(cls, path: Path, convert: Callable[[str], str] = str) -> BpeTokenizer:
         """Load a file as `save` writes it; `convert` makes that content from another format."""
-        try:
-            model = tokenizers.Tokenizer.from_str(convert(path.read_text(encoding="utf-8")))
-        except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics
-            raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
+        model = read_model(path.read_text(encoding="utf-8"), path, convert)
         for index, special in enumerate(SPECIALS):
             if model.id_to_token(index) != special:
                 raise UserError(f"{path}: id {index} is {model.id_to_token(index)!r}; it must be {special!r}")
@@ -214,11 +252,37 @@ class BpeTokenizer(Tokenizer):
         ids: list[int] = self._model.encode(line, add_special_tokens=False).ids
         return [*ids, EOS]
 
+    def encode_texts(self, texts: Sequence[str]) -> Encoded:
+        lines = list(chain.from_iterable(map(lines_of, texts)))
+        ids = array("i")  # four bytes per id; a list would take ten times as much
+        sizes = array("i")
+        for encoding in self._model.encode_batch_fast(lines, add_special_tokens=False):
+            ids.extend(encoding.ids)
+            ids.append(EOS)
+            sizes.append(len(encoding) + 1)
+        words = sum(len(text.split()) for text in texts)
+        return Encoded(np.frombuffer(ids, np.int32), np.frombuffer(sizes, np.int32), _lines_of_each(texts), words)
+
     def decode(self, ids: Iterable[int]) -> str:
-        return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in _split_at_eos(ids))
+        return "\n".join(self._model.decode(line, skip_special_tokens=False) for line in split_at(EOS, ids))
 
     def save(self, folder: Path) -> None:
         write_atomic(folder / BPE_FILE, self._model.to_str(pretty=True))
+
+
+def read_model(text: str, path: Path, convert: Callable[[str], str] = str) -> tokenizers.Tokenizer:
+    """Parse the content of a tokenizer file; `path` is for messages."""
+    try:
+        return tokenizers.Tokenizer.from_str(convert(text))
+    except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics
+        raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
+
+
+def _lines_of_each(texts: Sequence[str]) -> NDArray[np.int64]:
+    counts = [text.removesuffix("\n").count("\n") + 1 for text in texts]
+    return np.array(counts, np.int64)
 
 
 def _padding(words: Sequence[str]) -> list[str]:
@@ -237,10 +301,10 @@ def _dictionary_entry(line: str, *, where: str) -> tuple[str, int]:
     return word, int(number)
 
 
-def _split_at_eos(ids: Iterable[int]) -> list[list[int]]:
-    """Return lines of ids; a final </s> gives an empty last line, so that the lines joined by newlines end in one."""
+def split_at(end: int, ids: Iterable[int]) -> list[list[int]]:
+    """Return lines of ids; a final end gives an empty last line, so that the lines joined by newlines end in one."""
     lines: list[list[int]] = [[]]
-    for is_end, group in groupby(map(int, ids), key=lambda i: i == EOS):
+    for is_end, group in groupby(map(int, ids), key=lambda i: i == end):
         if is_end:
             lines.extend([] for _ in group)
         else:

@@ -33,6 +33,7 @@ from megatron_style.engine.zero_layout import (
 from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
+from megatron_style.parallel.phase_times import PhaseTimes
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
     Fragment,
@@ -53,6 +54,7 @@ class LossShare:
 
     nll: Tensor  # summed over the ranks, it is the mean over all target tokens of the step
     auxiliary: Mapping[str, Tensor]  # further losses by name, each the mean over this rank's micro-batches
+    by_source: Tensor | None = None  # [sources] of a blend; summed over the ranks, the mean over each source's tokens
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class TrainingEngine:
                 mpu=MpuView(topology),
                 dist_init_required=False,
             )
+        self.times = PhaseTimes(self.device)
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
         self.caches = PLACES[cache](self.device)

@@ -22,7 +22,7 @@ from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, tokenizer_beside
-from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE
+from megatron_style.data.tokenizer import TOKENIZER_FILES
 from megatron_style.formats import certificate
 from megatron_style.formats.source import Holds, ModelSource, parameters_of, tensors_of
 from megatron_style.formats.tensor_files import (
@@ -40,7 +40,7 @@ CONFIG_FILE = "config.json"
 OPTIMIZER = "optimizer.safetensors"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 NAME = f"a model folder (with {CONFIG_FILE})"
-FILES = frozenset({WEIGHTS, INDEX, OPTIMIZER, CONFIG_FILE, DICTIONARY_FILE, BPE_FILE, certificate.FILE})
+FILES = frozenset({WEIGHTS, INDEX, OPTIMIZER, CONFIG_FILE, *TOKENIZER_FILES, certificate.FILE})
 HOLDS: Holds = None
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron_style.config.model import EvaluationMode
 from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
-from megatron_style.data.tokenizer import UNK
 from megatron_style.inference.greedy import continue_greedily
 from megatron_style.inference.scoring.protocol import Protocol, rows_at_once
 from megatron_style.inference.scoring.score import score
@@ -29,17 +28,18 @@ class HeldOut:
     text_digest: str = ""  # of the text and its vocabulary
 
 
-def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
-    """Evaluate by the protocol of the run's last stage in every stage, so that stages can be compared. The ranks of the
-    data axis share the text, all others repeat; the state of the training does not change."""
+def held_out(model: Shortformer, corpus: Corpus, name: str, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
+    """Evaluate on the held-out text of this name by the protocol of the run's last stage in every stage, so that stages
+    can be compared. Only the main text is continued by a sample. The ranks of the data axis share the text, all others
+    repeat; the state of the training does not change."""
     protocol = protocol_of(last)
-    tokens = corpus.valid.tokens[: output.evaluate_tokens]
+    tokens = corpus.valid[name].tokens[: output.evaluate_tokens]
     found = score(model, tokens, protocol, eos=corpus.eos, axis=axis)
     prompt = tokens[:_PROMPT_TOKENS].tolist()
     written = continue_greedily(
         model,
         [corpus.eos, *prompt],
-        output.sample_tokens,
+        output.sample_tokens if name == corpus.main_valid else 0,
         segment_length=last.segment_length,
         cache_length=last.cache_length,
     )
@@ -66,5 +66,6 @@ def _spelled(ids: Sequence[int], corpus: Corpus) -> str:
     data.vocab_size may be larger."""
     if corpus.tokenizer is None:
         return " ".join(map(str, ids))
-    known = corpus.tokenizer.vocab_size
-    return corpus.tokenizer.decode([token if token < known else UNK for token in ids])
+    tokenizer = corpus.tokenizer
+    strange = tokenizer.eos if tokenizer.unk is None else tokenizer.unk
+    return tokenizer.decode([token if token < tokenizer.vocab_size else strange for token in ids])

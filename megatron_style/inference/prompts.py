@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_style.base.command import log, say
 from megatron_style.base.errors import UserError
-from megatron_style.data.text import Chunk, check_text_file, read_lines
-from megatron_style.data.tokenizer import SPECIALS, UNK, Tokenizer
+from megatron_style.data.text import check_text_file, read_lines
+from megatron_style.data.tokenizer import SPECIALS, TOKENIZER_FILES, UNK, Tokenizer
 
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
@@ -18,7 +18,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     prompts = [("--prompt", text) for text in texts]
     if file:
         check_text_file(file)
-        lines = read_lines(Chunk(file, 0, file.stat().st_size))
+        lines = read_lines(file)
         prompts += [(f"{file}:{number}", line) for number, line in enumerate(lines, 1)]
     if not prompts:
         raise UserError("there is nothing to continue; give --prompt TEXT, --prompts FILE or --interactive")
@@ -32,7 +32,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 def check_tokenizer(tokenizer: Tokenizer | None, vocab_size: int, where: Path) -> Tokenizer:
     """Return the tokenizer of the model at `where`, or refuse one that is missing or another model's."""
     if tokenizer is None:
-        raise UserError(f"{where}: has no tokenizer (dict.txt or tokenizer.json), so there is no text to generate")
+        raise UserError(f"{where}: has no tokenizer ({' or '.join(TOKENIZER_FILES)}), so there is no text to generate")
     if tokenizer.vocab_size != vocab_size:
         raise UserError(
             f"{where}: its tokenizer makes {tokenizer.vocab_size} ids, but the model knows "

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import atomic_folder
-from megatron_style.data.corpora import SPLITS
 from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.data.preparation.corpora import SPLITS
 from megatron_style.data.store import TokenStoreWriter, open_store, store_files
 from megatron_style.data.text import file_digest
 from megatron_style.paper.measures import Split

@@ -26,9 +26,9 @@ from megatron_style.base.files import write_atomic
 from megatron_style.base.model_files import weight_files
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, save_run
+from megatron_style.data.preparation.workers import usable_cpus
 from megatron_style.data.store import store_files
 from megatron_style.data.text import file_digest
-from megatron_style.data.workers import usable_cpus
 from megatron_style.paper.corpus import write_held_out
 from megatron_style.paper.experiment import Experiment, kept_evaluation, write_record
 from megatron_style.paper.measures import Evaluation, Table

@@ -47,6 +47,8 @@ ONLY_IN: Mapping[str, frozenset[str]] = {
     "mpi4py": frozenset({"data", "hosts"}),
     "transformers": frozenset({"formats"}),
     "faiss": frozenset({"datastore"}),
+    "pyarrow": frozenset({"data"}),
+    "zstandard": frozenset({"data"}),
 }
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.data.corpora import built_in_corpus
-from megatron_style.data.download import Download, fetch
+from megatron_style.data.preparation.corpora import built_in_corpus
+from megatron_style.data.preparation.download import Download, fetch
 
 MEMBERS = {"train": "inner/a.tokens", "valid": "inner/b.tokens"}
 

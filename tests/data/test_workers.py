@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.data.workers import worker_pool
+from megatron_style.data.preparation.workers import worker_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +65,7 @@ def test_a_worker_that_dies_is_an_error_of_one_line() -> None:
 
 
 def test_mpi_is_not_started_outside_mpirun() -> None:
-    code = "import sys, operator; from megatron_style.data.workers import worker_pool\n"
+    code = "import sys, operator; from megatron_style.data.preparation.workers import worker_pool\n"
     code += "with worker_pool(2) as pool: list(pool.map(operator.neg, range(2)))\n"
     code += "sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import UserError
-from megatron_style.data.inspection import RECORD_SUFFIX, read_record
-from megatron_style.data.prepare import Recipe, prepare_corpus
-from megatron_style.data.store import open_store, store_files
-from megatron_style.data.text import TextFile
+from megatron_style.data.inspection import RECORD_SUFFIX
+from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
+from megatron_style.data.preparation.workers import worker_pool
+from megatron_style.data.readers.chunks import ReadOptions
+from megatron_style.data.readers.inputs import InputFile, find_inputs
+from megatron_style.data.store import open_store
+from megatron_style.data.text import file_digest
 from megatron_style.data.tokenizer import load_tokenizer
-from megatron_style.data.workers import worker_pool
 from megatron_style.prepare import main
 from tests.support.oracle import ORACLE, needs_oracle
 
@@ -114,11 +121,12 @@ def test_the_record_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("kind", ["words", "bpe"])
 def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, kind: str) -> None:
-    files = [TextFile.at(write_text(tmp_path / f"{i}.txt", 1500, seed=i)) for i in range(2)]
+    files = [InputFile.at(write_text(tmp_path / f"{i}.txt", 1500, seed=i)) for i in range(2)]
     recipe = Recipe({"train": files, "valid": files[:1]}, kind, vocab_size=320)
+    small_chunks = replace(recipe, reading=ReadOptions(chunk_bytes=5000))
     for workers in (1, 2, 3):
         with worker_pool(workers) as pool:
-            prepare_corpus(recipe, tmp_path / f"out{workers}", pool, chunk_bytes=5000)
+            prepare_corpus(small_chunks, tmp_path / f"out{workers}", pool)
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
     with worker_pool(1) as pool:  # nor does the size of a chunk matter
         prepare_corpus(recipe, tmp_path / "whole", pool)
@@ -167,7 +175,7 @@ def test_the_same_recipe_again_changes_nothing(
     out = tmp_path / "out"
     assert exit_code(*text, "--output", out) == 0
     before = [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]
-    assert read_record(store_files(out / "train")) is not None
+    assert (out / "train.checked.json") in dict(before)
     assert exit_code(*text, "--output", out) == 0
     assert "already holds this corpus" in capsys.readouterr().err
     assert before == [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]
@@ -217,7 +225,12 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path, text: list[
 
 BAD_FLAGS = {
     "a missing file": (["--train", "{dir}/missing", "--valid", "{dir}/valid.txt"], "missing: no such file"),
-    "a folder": (["--train", "{dir}", "--valid", "{dir}/valid.txt"], "is not a regular file"),
+    "a folder without text": (["--train", "{dir}/folder", "--valid", "{dir}/valid.txt"], "folder: holds no file whose"),
+    "a pattern without files": (["--train", "{dir}/*.xml", "--valid", "{dir}/valid.txt"], "no file matches"),
+    "a token that is none": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--end-of-document", "<eod>"],
+        "--end-of-document <eod>: the tokenizer has no such token",
+    ),
     "an empty file": (["--train", "{dir}/empty.txt", "--valid", "{dir}/valid.txt"], "empty.txt: is empty"),
     "binary garbage": (["--train", "{dir}/train.txt", "--valid", "{dir}/garbage.txt"], "garbage.txt: byte 5 is"),
     "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),
@@ -253,11 +266,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
     (tmp_path / "garbage.txt").write_bytes(b"PNG\r\n\x00\xff\xfe")
     assert exit_code(*(flag.format(dir=tmp_path) for flag in flags), "--output", tmp_path / "out") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert message in errors[0]
+    (tmp_path / "folder").rmdir()
     assert only_inputs_left(tmp_path)
 
 
@@ -327,9 +342,9 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     good, bad = write_text(tmp_path / "good.txt", 100), tmp_path / "bad.txt"
     bad.write_bytes(b"fine\n" * 1000 + b"\xff")
-    recipe = Recipe({"train": [TextFile.at(good)], "valid": [TextFile.at(bad)]}, "words")
+    recipe = Recipe({"train": [InputFile.at(good)], "valid": [InputFile.at(bad)]}, "words")
     with pytest.raises(UserError, match="byte 5000"), worker_pool(2) as pool:
-        prepare_corpus(recipe, tmp_path / "out", pool, chunk_bytes=1000)
+        prepare_corpus(replace(recipe, reading=ReadOptions(chunk_bytes=1000)), tmp_path / "out", pool)
     assert only_inputs_left(tmp_path)
 
 
@@ -356,3 +371,107 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
         output = tmp_path / f"out{megabytes}"
         peaks.append(peak_memory(train, valid, output, "--dictionary", tmp_path / "small"))
     assert peaks[1] - peaks[0] < 6e6  # the ids alone of the 32 MB more would be 10 MB
+
+
+# Formats, documents and resuming
+
+
+class InterruptedPool:
+    """Works in this process, and is interrupted after a number of results."""
+
+    def __init__(self, results: int) -> None:
+        self.left = results
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield function(item)
+
+
+def shards(folder: Path) -> list[InputFile]:
+    """Write files of several formats, one of them in several chunks."""
+    folder.mkdir()
+    write_text(folder / "a.txt", 60)
+    write_text(folder / "c.txt", 20, seed=2)
+    for name, seed in (("b.jsonl.gz", 3), ("d.jsonl.gz", 4)):
+        lines = write_text(folder / "x", 40, seed).read_text(encoding="utf-8").splitlines()
+        records = "".join(json.dumps({"text": f"{line}\n{line}"}) + "\n" for line in lines)
+        (folder / name).write_bytes(gzip.compress(records.encode()))
+    (folder / "x").unlink()
+    return find_inputs([folder])
+
+
+@pytest.mark.parametrize("dialect", ["fairseq", "megatron"])
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_a_preparation_interrupted_anywhere_resumes_with_the_same_bytes(
+    tmp_path: Path, kind: str, dialect: str
+) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe(
+        {"train": files, "valid": files[:1]}, kind, 320, reading=ReadOptions(chunk_bytes=800), dialect=dialect
+    )
+    needed = InterruptedPool(10**6)
+    prepare_corpus(recipe, tmp_path / "expected", needed)
+    needed_results = 10**6 - needed.left
+    resumed_with = []
+    for results in range(2, needed_results, 3):
+        out = tmp_path / f"out{results}"
+        with pytest.raises(KeyboardInterrupt):
+            prepare_corpus(recipe, out, InterruptedPool(results), save_seconds=0)
+        pool = InterruptedPool(10**6)
+        prepare_corpus(recipe, out, pool, save_seconds=0)
+        assert content(out) == content(tmp_path / "expected"), f"interrupted after {results} chunks"
+        resumed_with.append(10**6 - pool.left)
+    assert resumed_with[-1] < needed_results / 2  # the complete files were not read again
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[str]) -> None:
+    files = [InputFile.at(Path(path)) for path in text[1::2]]
+    recipe = Recipe({"train": files[:1], "valid": files[1:]}, "words")
+
+    class Second(InterruptedPool):
+        def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+            if function is not file_digest:
+                with pytest.raises(UserError, match="another process is writing it"):
+                    prepare_corpus(recipe, tmp_path / "out", InterruptedPool(100))
+            return super().map(function, items)
+
+    prepare_corpus(recipe, tmp_path / "out", Second(100))
+    assert len(open_store(tmp_path / "out" / "train").tokens)
+
+
+def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x y\\nx"}\n{"body": ""}\n{"other": 1}\n{"body": "y"}\n')
+    (tmp_path / "b.txt").write_text("x\n\ny\n")
+    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json"]
+    assert exit_code(*flags, "--output", tmp_path / "bad") == 2
+    assert "a.jsonl:3: has no key `body`, but other" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert exit_code(*flags, "--skip-bad", "--end-of-document", "<s>", "--output", out) == 0
+    shown = capsys.readouterr()
+    assert "left out: " in shown.err
+    assert (json.loads(shown.out)["train_left_out"], json.loads(shown.out)["train_documents"]) == (1, 4)
+    store = open_store(out / "train")
+    x, y = 4, 5
+    assert store.tokens.tolist() == [x, y, 2, x, 2, 0, 2, 0, y, 2, 0, x, 2, 2, y, 2, 0]
+    assert np.load(out / "train.documents.npy").tolist() == [6, 8, 11, 17]
+    assert store.documents is not None
+    assert store.documents.starts_of(np.arange(17)).tolist() == [0] * 6 + [6] * 2 + [8] * 3 + [11] * 6
+    assert store.line_sizes.tolist() == [3, 3, 2, 3, 2, 1, 3]
+
+
+def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x y\\nx"}\n{"text": "y"}\n')
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron"]
+    assert exit_code(*flags, "--output", tmp_path / "out") == 0
+    index = (tmp_path / "out" / "train.idx").read_bytes()
+    expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    expected += struct.pack("<2i", 5, 2) + struct.pack("<2q", 0, 10) + struct.pack("<3q", 0, 1, 2)
+    assert index == expected
+    store = open_store(tmp_path / "out" / "train", vocab_size=8)
+    assert store.documents is not None
+    assert store.documents.starts_of(np.arange(7)).tolist() == [0] * 5 + [5] * 2
+    assert not (tmp_path / "out" / "train.documents.npy").exists()

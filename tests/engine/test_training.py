@@ -56,7 +56,7 @@ class Trainer:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
         self.run, self.topology = run, topology
         self.corpus = open_corpus(run.data)
-        self.schedule = StageSchedule(run, corpus_tokens=len(self.corpus.train), data_parallel=topology.data.size)
+        self.schedule = StageSchedule(run, corpus_tokens=self.corpus.train_tokens, data_parallel=topology.data.size)
         self.engine: TrainingEngine = build_engine(run, self.schedule, self.corpus.vocab_size, topology)
         self.caches: tuple[Memory, ...] = ()
 

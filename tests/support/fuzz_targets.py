@@ -31,7 +31,11 @@ from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import load_run
 from megatron_style.data.index import DOCUMENT_COUNT, HEADER, MAGIC
+from megatron_style.data.readers.chunks import ReadOptions, chunks_of
+from megatron_style.data.readers.inputs import find_inputs
+from megatron_style.data.readers.parse import read_texts
 from megatron_style.data.store import open_store
+from megatron_style.data.text import check_text_file
 from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
 from megatron_style.datastore.retrieval import Retrieval
 from megatron_style.datastore.search import nearest
@@ -63,6 +67,7 @@ from megatron_style.supervision.record import (
 )
 from megatron_style.train import train
 from tests.support.datastores import build, write_model_and_texts
+from tests.support.input_files import write_input
 from tests.support.mutations import BY_SUFFIX, Mutation, damaged, in_sealed_json, poisoned
 from tests.support.resuming import make_run, on_ranks
 from tests.support.runs import tiny_run
@@ -161,6 +166,22 @@ def token_store(folder: Path) -> Target:
         assert 0 <= int(store.tokens.min()) <= int(store.tokens.max()) < VOCAB_SIZE
 
     return _target(folder, ["*.idx", "*.bin", "*.checked.json"], read)
+
+
+def input_file(folder: Path) -> Target:
+    """Make an input of `prepare` in every format, and a saved dataset."""
+    suffixes = (".txt", ".jsonl", ".parquet", ".jsonl.gz", ".jsonl.bz2", ".jsonl.xz", ".txt.zst", ".arrow")
+    files = [write_input(folder / f"x{suffix}", [f"text {n}" for n in range(200)]) for suffix in suffixes]
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x.arrow"}]}))
+
+    def read(file: Path) -> None:
+        options = ReadOptions(chunk_bytes=100)
+        check_text_file(file)
+        for chunk in chunks_of(find_inputs([folder if file.name == "state.json" else file]), options):
+            read_texts(chunk, options)
+
+    others = {file.suffix: [damaged] for file in files if file.suffix not in BY_SUFFIX}
+    return _target(folder, ["x.*", "state.json"], read, mutations=others)
 
 
 def run_file(folder: Path) -> Target:
@@ -371,6 +392,7 @@ TARGETS: Mapping[str, Make] = {
     make.__name__: make
     for make in (
         token_store,
+        input_file,
         run_file,
         ds_config,
         manifest,

@@ -32,12 +32,14 @@ class History:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)
+    by_source: list[list[float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def write_corpus(folder: Path, *, tokens: int = 1200, vocab_size: int = VOCAB_SIZE) -> None:
+def write_corpus(folder: Path, *, tokens: int = 1200, vocab_size: int = VOCAB_SIZE, seed: int = 7) -> None:
     """Write random text with some order in it, so that there is something to learn."""
-    rng = np.random.default_rng(7)
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
     stream = rng.integers(0, vocab_size, tokens)
     stream[1::2] = (stream[::2][: len(stream[1::2])] * 3 + 1) % vocab_size
     for split in ("train", "valid"):
@@ -60,7 +62,7 @@ def train_on(world: int, run: RunConfig) -> History:
 def _train(run: RunConfig) -> History:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus: Corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         history = History()
         caches: tuple[Memory, ...] = ()
@@ -71,6 +73,8 @@ def _train(run: RunConfig) -> History:
             history.losses.append(topology.data.sum(loss.nll).item())
             history.norms.append(float(update.grad_norm))
             history.applied.append(update.applied)
+            if loss.by_source is not None:
+                history.by_source.append(topology.data.sum(loss.by_source).tolist())
         history.weights = full_weights(engine)
         return history
 

@@ -68,7 +68,7 @@ def write(folder: Path, source: ModelSource, *, shard_bytes: int = SHARD_BYTES) 
     tokens = {"bos_token_id": source.config.eos}  # a text begins as if a line had just ended
     if (tokenizer := source.tokenizer()) is not None:
         write_tokenizer(folder, tokenizer)
-        tokens["pad_token_id"] = PAD
+        tokens["pad_token_id"] = tokenizer.eos if tokenizer.kind == "pretrained" else PAD
     _write_json(folder / GENERATION_FILE, tokens)
     _write_json(folder / CONFIG_FILE, _settings(source.config) | tokens)
     shutil.copyfile(Path(__file__).with_name(CODE_FILE), folder / CODE_FILE)

@@ -21,11 +21,13 @@ from tokenizers import Regex, decoders, pre_tokenizers
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.json_text import parse_json
+from megatron_style.data.pretrained import SETTINGS_FILE, PretrainedTokenizer
 from megatron_style.data.tokenizer import (
     BPE_FILE,
     DICTIONARY_FILE,
     EOS,
     PAD,
+    PRETRAINED_FILE,
     SPECIALS,
     UNK,
     BpeTokenizer,
@@ -33,7 +35,6 @@ from megatron_style.data.tokenizer import (
     WordDictionary,
 )
 
-SETTINGS_FILE = "tokenizer_config.json"
 LINE_END = "\n"
 # The characters at which str.split splits, except line ends; \s of the library's regular expressions lacks some.
 _SPACES = r"[\t\u000b\u000c\r\u001c-\u001f \u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
@@ -42,6 +43,9 @@ _SPACES = r"[\t\u000b\u000c\r\u001c-\u001f \u0085\u00a0\u1680\u2000-\u200a\u2028
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Write the library's tokenizer, and the file from which ours is read back; for byte pairs the two are one."""
     tokenizer.save(folder)
+    if isinstance(tokenizer, PretrainedTokenizer):
+        tokenizer.export(folder)
+        return
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": LINE_END,
@@ -62,6 +66,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
+    if (folder / PRETRAINED_FILE).is_file():
+        return PretrainedTokenizer.load(folder / PRETRAINED_FILE)
     if (folder / DICTIONARY_FILE).is_file():
         return WordDictionary.load(folder / DICTIONARY_FILE)
     path = folder / BPE_FILE

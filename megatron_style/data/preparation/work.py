@@ -1,0 +1,92 @@
+"""The folder in which a corpus is prepared. An interrupted preparation resumes there, after the last input file that is
+on record."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_style.base.command import log
+from megatron_style.base.errors import UserError
+from megatron_style.base.files import put_in_place, write_atomic
+from megatron_style.base.json_text import parse_json
+
+SAVE_SECONDS = 10.0
+_LOCK_FILE = "lock"
+_STATE_SUFFIX = ".state.json"
+
+
+@dataclass
+class Work:
+    """A folder with the progress of each pass over the input files."""
+
+    folder: Path
+    save_seconds: float = SAVE_SECONDS
+    _saved: float = field(default_factory=time.monotonic)
+
+    def state(self, name: str) -> dict[str, Any] | None:
+        """Return the last state of a pass, or None if it has to begin."""
+        with suppress(OSError, ValueError):
+            state = parse_json((self.folder / f"{name}{_STATE_SUFFIX}").read_bytes())
+            return state if isinstance(state, dict) else None
+        return None
+
+    def is_due(self) -> bool:
+        """True if the last state is so old that another should be saved."""
+        return time.monotonic() - self._saved >= self.save_seconds
+
+    def save(self, name: str, state: Mapping[str, Any]) -> None:
+        write_atomic(self.folder / f"{name}{_STATE_SUFFIX}", json.dumps(state))
+        self._saved = time.monotonic()
+
+    @property
+    def has_state(self) -> bool:
+        return any(self.folder.glob(f"*{_STATE_SUFFIX}"))
+
+    def finish(self) -> None:
+        """Remove what is not part of the corpus."""
+        for path in [*self.folder.glob(f"*{_STATE_SUFFIX}"), self.folder / _LOCK_FILE]:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def work_folder(output: Path, identity: Mapping[str, Any], *, save_seconds: float = SAVE_SECONDS) -> Iterator[Work]:
+    """Yield the folder next to `output` that replaces it when the body is done. A killed or interrupted body leaves it
+    for the next call with the same identity; any other error removes it, as does a call with another identity."""
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    folder = output.with_name(f".{output.name}.partial.{digest}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    with (folder / _LOCK_FILE).open("w") as lock:
+        _take(lock.fileno(), output)
+        work = Work(folder, save_seconds)
+        if work.has_state:
+            log(f"{output}: resuming an interrupted preparation")
+        keeps = False
+        try:
+            yield work
+            work.finish()
+            put_in_place(folder, output)
+        except KeyboardInterrupt:
+            keeps = work.has_state
+            if keeps:
+                log(f"{output}: the work on complete input files is kept; the same command resumes it")
+            raise
+        finally:
+            if not keeps:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _take(handle: int, output: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"--output {output}: another process is writing it; wait, or name another folder") from None
