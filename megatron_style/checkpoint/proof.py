@@ -15,7 +15,7 @@ from megatron_style.parallel.randomness import derive_key
 from megatron_style.parallel.sharding import Fragment, Layout
 
 MOST_ELEMENTS = 2**28  # of a tensor rank's shards that one save compares; a larger model is sampled, in turns
-_BRIEF = 16  # saves that together compare about all
+_BRIEF = 64  # a save in the background compares this fraction of the elements
 _NAN = 0.123456789  # stands for every NaN, of which devices have different ones
 
 
