@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 
-from megatron_style.data.batch import read_batch
+from megatron_style.data.batch import ages_in_lanes, read_batch
 from megatron_style.data.corpus import Corpus
 from megatron_style.engine.engine import LossShare, TrainingEngine
 from megatron_style.model.memory import Memory
@@ -53,12 +53,16 @@ def _accumulate_micro_batch(
 ) -> tuple[LossShare, Memory]:
     """Return a micro-batch's share of the losses, and the memory of its rows for the next step."""
     accumulation = plan.stage.accumulation
-    batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=micro), eos=corpus.eos)
+    reading = plan.read(data_rank=topology.data.rank, micro=micro)
+    batch = read_batch(corpus.train.tokens, reading, eos=corpus.eos)
     inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
+    ages = None
+    if (document_end := engine.model.config.document_end) is not None:
+        ages = torch.from_numpy(ages_in_lanes(corpus.train.tokens, reading, document_end, plan.stage.cache_length))
     noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
     seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
-    output = engine.forward(inputs, targets, memory, noise)
+    output = engine.forward(inputs, targets, memory, noise, ages)
     nll = (output.nll * counted.to(engine.device, non_blocking=True)).sum() / plan.tokens
     further = {name: loss / accumulation for name, loss in output.auxiliary.items()}
     loss = nll * topology.data.size + sum(further.values())  # the engine takes the mean over the ranks

@@ -24,6 +24,7 @@ class Reading:
 
     places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
     lengths: Indices  # [rows]
+    stretches: Indices  # [rows]: the token at which the contiguous text begins in which each row begins
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Pass(ABC):
         firsts, lengths = self.extent(turn, rows)
         offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
         places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
-        return Reading(self.unread.in_stream(places), lengths)
+        return Reading(self.unread.in_stream(places), lengths, self.unread.stretches_of(places[:, 0]))
 
     def _lengths(self, turn: int) -> Indices:
         return self.extent(turn, np.arange(self.rows))[1]
