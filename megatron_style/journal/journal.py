@@ -34,7 +34,6 @@ from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
-from megatron_style.parallel.phase_times import PHASES
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 
@@ -217,13 +216,12 @@ class Journal:
         by_source = [] if loss.by_source is None else list(data.sum(loss.by_source).double())
         times = gather_times(self._engine.times.take(), self._steps, self._topology, loss.nll.device)
         self._steps = 0
-        mean, grad_norm, *read = torch.cat([torch.stack([*values, *by_source]), times.flatten()]).tolist()
-        found = iter(read)
-        auxiliary = dict(zip(loss.auxiliary, found, strict=False))
-        sources = dict(zip(self._schedule.sources.names if by_source else (), found, strict=False))
-        flat = list(found)
-        ranks = [flat[first : first + len(PHASES)] for first in range(0, len(flat), len(PHASES))]
-        return _Figures(mean, grad_norm, auxiliary, sources, spread_of(ranks))
+        mean, grad_norm, *more = torch.stack([*values, *by_source, *times.flatten()]).tolist()
+        auxiliary = dict(zip(loss.auxiliary, more, strict=False))
+        sources = self._schedule.sources.names if by_source else ()
+        del more[: len(auxiliary)]
+        losses = dict(zip(sources, more, strict=False))
+        return _Figures(mean, grad_norm, auxiliary, losses, spread_of(more[len(losses) :]))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals

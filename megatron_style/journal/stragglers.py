@@ -63,10 +63,11 @@ def gather_times(own: Sequence[float], steps: int, topology: Topology, device: t
     return torch.cat(topology.data.gather(of_tensor_axis))  # ranks with the same data rank are neighbours
 
 
-def spread_of(seconds: Sequence[Sequence[float]]) -> Spread | None:
-    """Return the spread of several ranks, by the times of each; None for a single one."""
-    if len(seconds) == 1:
+def spread_of(seconds: Sequence[float]) -> Spread | None:
+    """Return the spread of several ranks, by the times of all, rank after rank; None for a single one."""
+    firsts = range(0, len(seconds), len(PHASES))
+    ranks = [RankTimes(rank, dict(zip(PHASES, seconds[first:], strict=False))) for rank, first in enumerate(firsts)]
+    if len(ranks) == 1:
         return None
-    ranks = [RankTimes(rank, dict(zip(PHASES, times, strict=True))) for rank, times in enumerate(seconds)]
     by_speed = sorted(ranks, key=lambda times: times.own)
     return Spread(by_speed[-1], by_speed[0], statistics.median(times.own for times in ranks))

@@ -57,8 +57,12 @@ def test_a_slow_rank_is_recorded_and_named(folder: Path, capfd: pytest.CaptureFi
         assert f", rank {SLOW} is slow: " in capfd.readouterr().err
 
 
-def times_of(*own: float) -> list[list[float]]:
-    return [[0.0, seconds, 9.0, 0.0] for seconds in own]
+def times_of(*own: float) -> list[float]:
+    """Return the times of ranks whose forward passes take that long."""
+    times: list[float] = []
+    for seconds in own:
+        times += [0.0, seconds, 9.0, 0.0]
+    return times
 
 
 def test_only_a_rank_that_is_clearly_slower_is_named() -> None:
