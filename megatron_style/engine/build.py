@@ -18,6 +18,7 @@ from megatron_style.engine.ds_config import (
 )
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.optimizer import make_optimizer, parameter_groups
+from megatron_style.engine.zero_layout import initialise_partitioned
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology
@@ -44,7 +45,6 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
     model = Shortformer(
         run.model, vocab_size, topology.tensor, recompute=parallel.recompute, sequence=parallel.sequence
     )
-    initialise(model, run.seed, topology.tensor)
     optimizer: torch.optim.Optimizer | list[dict[str, Any]]
     if "optimizer" in user:
         weight_decay = user["optimizer"].get("params", {}).get("weight_decay")
@@ -53,6 +53,10 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
         offload = user.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
         optimizer = make_optimizer(run.optimizer, model, on_cpu=offload == "cpu")
     try:
+        if ds_config.get("zero_optimization", {}).get("stage", 0) == 3:
+            initialise_partitioned(model, run.seed, topology, ds_config)
+        else:
+            initialise(model, run.seed, topology.tensor)
         return TrainingEngine(
             model,
             optimizer,

@@ -21,6 +21,7 @@ from megatron_style.config.run import CachePlace
 from megatron_style.engine.counters import Counters
 from megatron_style.engine.spikes import Spike
 from megatron_style.engine.zero_layout import (
+    MpuView,
     flat_groups,
     fragments,
     refresh_weights,
@@ -92,7 +93,7 @@ class TrainingEngine:
                 optimizer=None if has_own else optimizer,
                 model_parameters=optimizer if has_own else None,
                 config=ds_config,
-                mpu=_MpuView(topology),
+                mpu=MpuView(topology),
                 dist_init_required=False,
             )
         self.times = PhaseTimes(self.device)
@@ -120,8 +121,10 @@ class TrainingEngine:
     def zero_stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
-    def forward(self, inputs: Tensor, targets: Tensor, memory: Memory, noise: Noise | None) -> Output:
-        return self._engine(inputs, targets, memory, noise)  # type: ignore[no-any-return]
+    def forward(
+        self, inputs: Tensor, targets: Tensor, memory: Memory, noise: Noise | None, ages: Tensor | None = None
+    ) -> Output:
+        return self._engine(inputs, targets, memory, noise, ages)  # type: ignore[no-any-return]
 
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""
@@ -378,13 +381,3 @@ def _unsharded(local: Tensor, layout: Layout, axis: Axis) -> Tensor:
     parts = [torch.empty_like(local) for _ in range(axis.size)]
     dist.all_gather(parts, local.contiguous(), group=axis.group)
     return unshard(parts, layout.shard_dim, layout.shape[layout.shard_dim])
-
-
-class _MpuView:
-    """The topology, with the method names that DeepSpeed expects."""
-
-    def __init__(self, topology: Topology) -> None:
-        for name, axis in (("data", topology.data), ("model", topology.tensor), ("tensor_model", topology.tensor)):
-            setattr(self, f"get_{name}_parallel_rank", lambda axis=axis: axis.rank)
-            setattr(self, f"get_{name}_parallel_world_size", lambda axis=axis: axis.size)
-            setattr(self, f"get_{name}_parallel_group", lambda axis=axis: axis.group)

@@ -14,12 +14,67 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # DeepSpeed's choice at ZeRO 1 for bf16 summed in float32
 from torch import Tensor, nn
 
 from megatron_style.base.errors import UserError
-from megatron_style.parallel.sharding import Fragment
+from megatron_style.parallel.sharding import Fragment, initialise_buffers, initialise_parameter
+from megatron_style.parallel.topology import Topology
+
+
+class MpuView:
+    """The topology, with the method names that DeepSpeed expects."""
+
+    def __init__(self, topology: Topology) -> None:
+        for name, axis in (("data", topology.data), ("model", topology.tensor), ("tensor_model", topology.tensor)):
+            setattr(self, f"get_{name}_parallel_rank", lambda axis=axis: axis.rank)
+            setattr(self, f"get_{name}_parallel_world_size", lambda axis=axis: axis.size)
+            setattr(self, f"get_{name}_parallel_group", lambda axis=axis: axis.group)
+
+
+def initialise_partitioned(model: nn.Module, seed: int, topology: Topology, ds_config: dict[str, Any]) -> None:
+    """Draw one parameter after the other, and let ZeRO 3 partition each before the next is drawn: a rank never holds
+    more than its shard and one parameter."""
+    dtype = _working_dtype(ds_config)
+    partitioned: nn.Parameter | None = None
+    for name, param in model.named_parameters():  # one that is not drawn yet has addresses, but no memory
+        initialise_parameter(name, param, seed, topology.tensor)
+        param.data = param.data.to(dtype)  # DeepSpeed casts only what it partitions itself
+        if partitioned is None:
+            partitioned = param
+            _partition_first(param, dtype, topology, ds_config)
+        else:
+            partitioned.convert_to_zero_parameters(param_list=[param])  # type: ignore[attr-defined]
+    initialise_buffers(model, seed, topology.tensor)
+    _move_buffers(model)
+
+
+def _partition_first(param: nn.Parameter, dtype: torch.dtype, topology: Topology, ds_config: dict[str, Any]) -> None:
+    """Partition a parameter, and give it the method that partitions others."""
+    holder = nn.ParameterList([param])
+    group = topology.data.group
+    deepspeed.zero.Init(
+        holder, data_parallel_group=group, dtype=dtype, config_dict_or_path=ds_config, mpu=MpuView(topology)
+    )
+
+
+def _working_dtype(ds_config: Mapping[str, Any]) -> torch.dtype:
+    """Return the precision of the weights that the forward pass reads."""
+    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if ds_config.get(key, {}).get("enabled", False):
+            return dtype
+    return torch.float32
+
+
+def _move_buffers(model: nn.Module) -> None:
+    """Move the buffers to this rank's device: DeepSpeed moves no module that is partitioned already."""
+    device = torch.device(get_accelerator().current_device_name())
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 @dataclass(frozen=True)

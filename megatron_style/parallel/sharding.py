@@ -72,13 +72,23 @@ def buffer_layouts_of(model: nn.Module) -> dict[str, Layout]:
     return found
 
 
-@torch.no_grad()
 def initialise(model: nn.Module, seed: int, axis: Axis) -> None:
     """Draw every weight with a key derived from its name, so that all grids start from the same numbers."""
     for name, param in model.named_parameters():
-        layout = layout_of(param)
-        if layout.draw is not None:
-            _draw_shard(param, layout, derive_key(seed, "initial", name), axis)
+        initialise_parameter(name, param, seed, axis)
+    initialise_buffers(model, seed, axis)
+
+
+@torch.no_grad()
+def initialise_parameter(name: str, param: nn.Parameter, seed: int, axis: Axis) -> None:
+    layout = layout_of(param)
+    if layout.draw is not None:
+        _draw_shard(param, layout, derive_key(seed, "initial", name), axis)
+
+
+@torch.no_grad()
+def initialise_buffers(model: nn.Module, seed: int, axis: Axis) -> None:
+    """Draw the buffers that learn outside the optimizer."""
     for name, layout in buffer_layouts_of(model).items():
         _draw_shard(model.get_buffer(name), layout, derive_key(seed, "initial", name), axis)
 

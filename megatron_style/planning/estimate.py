@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from megatron_style.config.run import RunConfig, StageConfig
+from megatron_style.config.run import CachePlace, RunConfig, StageConfig
 from megatron_style.model.shape import count_parameters
 from megatron_style.planning.memory import (
     MemoryEstimate,
@@ -87,7 +87,9 @@ class RunEstimate:
     sharding: Sharding
     tensor: int
     data: int
+    sequence: bool
     recompute: bool
+    cache: CachePlace
     gpu: str
     efficiency: float
     memory: int  # of each GPU, in bytes
@@ -117,7 +119,9 @@ def estimate_run(
         sharding=sharding,
         tensor=setup.tensor,
         data=setup.data,
+        sequence=setup.sequence,
         recompute=setup.recompute,
+        cache=setup.cache,
         gpu=machine.gpu.name,
         efficiency=machine.efficiency,
         memory=memory,

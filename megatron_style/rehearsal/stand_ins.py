@@ -118,6 +118,7 @@ _REPLACED = {
     "megatron_style.model.caches.to_device": _to_device,
     # Fake tensors have no numbers to initialise.
     "megatron_style.engine.build.initialise": lambda *_: None,
+    "megatron_style.engine.build.initialise_partitioned": lambda *_: None,
     # torch would swap each fake parameter with its converted copy, and fails because fake mode holds references to it.
     "torch.nn.Module._apply": _convert_in_place,
     # The first rank, which does not exist, agrees with this one.

@@ -105,7 +105,7 @@ def test_the_table_of_shapes_is_the_models(name: str) -> None:
     assert found == {path: shape.shape for path, shape in parameters(config.model, config.vocab_size).items()}
 
 
-WAYS = {  # of using so many tensor-parallel ranks: recompute, sequence parallelism
+WAYS = {  # by the number of tensor-parallel ranks: recompute, sequence parallelism
     1: [(True, False), (False, True)],
     2: [(False, False), (True, True)],
     4: [(True, False), (False, True)],
