@@ -83,7 +83,7 @@ class Ours:
         self._corpus = open_corpus(run.data)
         self._topology = topology
         self._seed = run.seed
-        self._schedule = StageSchedule(run, corpus_tokens=len(self._corpus.train), data_parallel=topology.data.size)
+        self._schedule = StageSchedule(run, corpus_tokens=self._corpus.train_tokens, data_parallel=topology.data.size)
         self.engine = build_engine(run, self._schedule, self._corpus.vocab_size, topology)
         self._caches: tuple[Any, ...] = ()
         self._step = 0
@@ -103,7 +103,7 @@ class Plain:
 
     def __init__(self, run: RunConfig, weights: dict[str, torch.Tensor] | None = None) -> None:
         self._corpus = open_corpus(run.data)
-        self._schedule = StageSchedule(run, corpus_tokens=len(self._corpus.train), data_parallel=1)
+        self._schedule = StageSchedule(run, corpus_tokens=self._corpus.train_tokens, data_parallel=1)
         self._cached = run.model.cache
         self._model = PlainModel(run.model, self._corpus.vocab_size)
         if weights:
@@ -114,7 +114,7 @@ class Plain:
 
     def __call__(self) -> torch.Tensor:
         plan = self._schedule.plan(self._step)
-        batch = read_batch(self._corpus.train.tokens, plan.read(data_rank=0, micro=0), eos=self._corpus.eos)
+        batch = read_batch([self._corpus.train[0].tokens], plan.read(data_rank=0, micro=0), eos=self._corpus.eos)
         inputs = torch.from_numpy(batch.inputs)
         targets = torch.from_numpy(batch.targets)
         if plan.opens_lanes or not self._cached:

@@ -14,7 +14,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_style.base.command import EXIT_FAILED, add_json_flag, command_parser, positive_int, run_command, show
+from megatron_style.base.command import (
+    EXIT_FAILED,
+    add_json_flag,
+    byte_size,
+    command_parser,
+    positive_int,
+    run_command,
+    show,
+)
+from megatron_style.base.model_files import SHARD_BYTES
 from megatron_style.formats import fairseq, transfer, universal
 
 
@@ -65,24 +74,31 @@ _MODEL = {"model": _path("MODEL")}
 _REPLACES = {"action": "store_true", "help": "replace an output that was made from something else"}
 _TO_FOLDER = {"--output": _required(**_path("DIR"))}
 _TO_MODEL = _TO_FOLDER | {"--overwrite": _REPLACES}
+_SHARDS = {
+    "type": byte_size,
+    "default": SHARD_BYTES,
+    "metavar": "SIZE",
+    "help": "most bytes in a file of weights, such as 500MB; larger models are written as several; default: 5GB",
+}
+_TO_SHARDS = _TO_MODEL | {"--shard-size": _SHARDS}
 
 CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
     {
         "import-fairseq": Conversion(
             "a checkpoint of the reference or of fairseq -> a model folder",
             transfer.import_fairseq,
-            {"checkpoint": _path("FILE.pt"), "--dictionary": _required(**_path("dict.txt"))} | _TO_MODEL,
+            {"checkpoint": _path("FILE.pt"), "--dictionary": _required(**_path("dict.txt"))} | _TO_SHARDS,
         ),
         "import-transformer-xl": Conversion(
             "a folder of transformers' TransfoXL -> a model folder",
             transfer.import_transformer_xl,
-            {"folder": _path("FOLDER")} | _TO_MODEL,
+            {"folder": _path("FOLDER")} | _TO_SHARDS,
         ),
         "export": Conversion(
             "a training checkpoint of any grid -> a model folder in float32",
             transfer.export_model,
             _MODEL
-            | _TO_MODEL
+            | _TO_SHARDS
             | {"--optimizer": {"action": "store_true", "help": "keep the optimizer state: training can resume"}},
         ),
         "export-fairseq": Conversion(
@@ -93,7 +109,7 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
         "export-hf": Conversion(
             "-> a folder that transformers loads (AutoModelForCausalLM)",
             transfer.export_huggingface,
-            _MODEL | _TO_MODEL,
+            _MODEL | _TO_SHARDS,
         ),
         "export-universal": Conversion(
             "-> a universal checkpoint, for any DeepSpeed engine",

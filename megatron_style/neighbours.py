@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,25 +14,27 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from megatron_style.base.command import add_json_flag, command_parser, log, positive_int, run_command, show
-from megatron_style.base.units import FLOPS, size
-from megatron_style.config.datastore import KEY_DTYPES, DatastoreManifest
-from megatron_style.config.model import EvaluationMode, ModelFolderConfig
+from megatron_style.config.datastore import KEY_DTYPES
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import open_store
 from megatron_style.datastore.approximate import index_shape, write_index
-from megatron_style.datastore.build import build, is_built, make_manifest
+from megatron_style.datastore.build import (
+    TOKENS_PER_LANE,
+    WALKS,
+    build,
+    describe,
+    facts_of,
+    is_built,
+    make_manifest,
+    walk_of,
+)
 from megatron_style.datastore.store import open_datastore
 from megatron_style.evaluate import process_grid
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
 from megatron_style.inference.arguments import DTYPES, add_protocol_flags, request_of
 from megatron_style.inference.measure import token_bar
-from megatron_style.inference.scoring.modes import MODES, make_protocol
-from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.reader import Reader
-
-WALKS = tuple(mode for mode in MODES if mode != "token-by-token")  # `cached` gives the same keys
-TOKENS_PER_LANE = 2**16
 
 
 def main() -> None:
@@ -82,7 +83,7 @@ def build_datastore(args: argparse.Namespace) -> None:
     source = open_model(args.model)
     store = open_store(args.data, source.config.vocab_size)
     check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
-    protocol = protocol_of(args, source.config, len(store))
+    protocol = walk_of(request_of(args), args.mode, source.config, tokens=len(store), where=str(args.model))
     manifest = make_manifest(source.digest(), source.config, store.tokens, protocol, args.dtype, args.compute_dtype)
     built = is_built(args.output, manifest)
     with process_grid(args.tensor, "neighbours build") as topology:
@@ -101,31 +102,7 @@ def build_datastore(args: argparse.Namespace) -> None:
             with token_bar(len(store), topology) as progress:
                 build(reader, protocol, manifest, args.output, topology=topology, progress=progress)
         if topology.is_first:
-            show(facts_of(args.output, manifest, protocol), as_json=args.json)
-
-
-def protocol_of(args: argparse.Namespace, config: ModelFolderConfig, tokens: int) -> Protocol:
-    """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
-    of which a build can resume; their number depends on the text alone."""
-    mode: EvaluationMode = args.mode or ("cached" if config.model.cache else "nonoverlapping")
-    request = replace(request_of(args), mode=mode)
-    if mode == "cached":
-        lanes = args.lanes or max(1, tokens // max(TOKENS_PER_LANE, args.segment_length or config.segment_length))
-        request = replace(request, lanes=lanes, batch_rows=args.batch_rows or 1)
-    return make_protocol(request, config, tokens=tokens, where=str(args.model))
-
-
-def facts_of(output: Path, manifest: DatastoreManifest, protocol: Protocol) -> dict[str, object]:
-    names = ("count", "hidden_size", "dtype", "key_bytes", "value_bytes", "search_flops")
-    facts = {name: getattr(manifest, name) for name in names}
-    return {"output": str(output), **facts, "mode": protocol.mode, "lanes": protocol.lanes}
-
-
-def describe(manifest: DatastoreManifest) -> str:
-    return (
-        f"{manifest.count:,} keys of {manifest.hidden_size} numbers, {size(manifest.key_bytes + manifest.value_bytes)} "
-        f"on disk; {FLOPS.text(manifest.search_flops)} per exact search"
-    )
+            show({"output": str(args.output), **facts_of(manifest, protocol)}, as_json=args.json)
 
 
 def index_datastore(args: argparse.Namespace) -> None:

@@ -46,7 +46,8 @@ def main() -> None:
     machine = Machine(args.gpu, efficiency)
     estimate = estimate_run(run, text, sharding, machine, gpus=counts, memory=args.gpu_memory or args.gpu.memory)
     if text.tokens is None:
-        log(f"{run.data.train}: does not exist yet; vocabulary shares are guessed, the length of an epoch is unknown")
+        stores = ", ".join(str(source.path) for source in run.data.sources)
+        log(f"{stores}: does not exist yet; vocabulary shares are guessed, the length of an epoch is unknown")
     if args.picture:
         from megatron_style.planning.picture import draw  # takes a second
 

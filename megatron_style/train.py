@@ -54,7 +54,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
         checkpoints = CheckpointStore(run, topology)
         origin = checkpoints.newest() or open_start(run, topology)
         schedule = StageSchedule(
-            run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size, history=origin.history
+            run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size, history=origin.history
         )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         progress = origin.load(engine, schedule)
@@ -82,7 +82,8 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                 losses, spike = look_for_spike(run.optimizer.spike, progress.losses, loss.nll, topology)
                 progress = replace(progress, losses=losses)
                 rate = learning_rate_at(step, run.optimizer.learning_rate, schedule.total_steps)
-                update = engine.update(rate, spike=spike)
+                with engine.times.measure("update"):
+                    update = engine.update(rate, spike=spike)
 
                 stage_ends = schedule.closes_stage(step)
                 reason = stop.agreed()
@@ -93,10 +94,11 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
                 if due(progress.step, run.output.evaluate_every) or stage_ends:
                     heartbeat.at(progress.step, "evaluating")
-                    found = held_out(engine.model, corpus, run.output, schedule.stages[-1], topology.data)
-                    journal.held_out(progress.step, found)
-                    if not math.isfinite(found.loss):
-                        raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
+                    for name in corpus.valid:
+                        found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1], topology.data)
+                        journal.held_out(progress.step, found, name, is_main=name == corpus.main_valid)
+                        if not math.isfinite(found.loss):
+                            raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
                     progress = replace(progress, sound=progress.step)
                 if progress.step == schedule.total_steps and engine.skipped_in_a_row >= min(_LAST, progress.step):
                     raise Diverged(f"the gradients of the last steps are not finite; {_REMEDY}")
@@ -110,9 +112,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     journal.saved(progress.step, checkpoints.finished(wait=True))
                     raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to resume")
             journal.saved(progress.step, checkpoints.finished(wait=True))
-            weights = engine.full_weights()
-            if topology.is_first:
-                export(weights, run, corpus, schedule)
+            export(engine.full_weight, run, corpus, schedule, is_first=topology.is_first)
             engine.sum_up()
 
 

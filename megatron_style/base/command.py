@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75
 EXIT_DIVERGED = 76
 EXIT_INTERRUPTED = 130
+_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -48,6 +50,14 @@ def positive_int(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def byte_size(text: str) -> int:
+    """Read the value of a flag that is a size, such as 500MB or 5GB, in powers of ten as disks count."""
+    found = re.fullmatch(r"([1-9][0-9]*)(KB|MB|GB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    return int(found[1]) * _BYTES[found[2]]
 
 
 def output_file(text: str) -> Path:

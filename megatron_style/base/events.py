@@ -53,6 +53,11 @@ class TrainEvent:
     flops_per_second: float | None = None
     memory_bytes: int | None = None
     auxiliary: Mapping[str, float] | None = None
+    by_source: Mapping[str, float] | None = None  # the loss of each source of a blend
+    slowest_rank: int | None = None
+    slowest: Mapping[str, float] | None = None  # seconds of a step, by phase
+    fastest_rank: int | None = None
+    fastest: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,8 @@ class ValidEvent:
     flops: int | None = None
     by_position: tuple[float, ...] | None = None
     text_digest: str | None = None
+    name: str | None = None  # of the held-out text, if data.valid has names
+    is_main: bool | None = None  # false: another text than the first, by which runs are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +129,12 @@ Event = KnownEvent | UnknownEvent
 KINDS: Mapping[str, type[KnownEvent]] = {
     kind.KIND: kind for kind in (StageEvent, TrainEvent, SpikeEvent, ValidEvent, SampleEvent, StageEndEvent, SaveEvent)
 }
+
+
+def own_seconds(phases: Mapping[str, float]) -> float:
+    """Return the time of the phases in which a rank does not wait for the other data-parallel ranks, except under
+    ZeRO 3: what is longer there makes all others wait in the phases that follow."""
+    return sum(phases.get(phase, 0.0) for phase in ("data", "forward"))
 
 
 def read_events(path: Path) -> Iterator[Event]:
@@ -195,6 +208,10 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
 def _numbers(value: object) -> tuple[float, ...] | None:
     if not isinstance(value, list):
         return None
@@ -213,6 +230,7 @@ _BY_TYPE: Mapping[Any, Callable[[object], Any]] = {
     int | None: _integer,
     float | None: _number,
     str | None: _text,
+    bool | None: _flag,
     tuple[float, ...] | None: _numbers,
     Mapping[str, float] | None: _named_numbers,
 }

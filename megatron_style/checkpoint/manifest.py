@@ -9,7 +9,7 @@ import math
 import mmap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,17 @@ class Manifest:
     files: Mapping[str, tuple[int, str]]  # name -> bytes, digest
     sound: int = 0  # the last step at which the held-out loss was finite
     losses: tuple[float, ...] = ()  # of the last steps, against which a spike is measured
+    sources: Mapping[str, int] = field(default_factory=dict)  # of a blend, in its order: name -> tokens
 
     @property
     def optimizer(self) -> str:
         """Return the name of the optimizer, from whichever file sets it."""
         return optimizer_name(self.run["optimizer"]["name"], self.ds_config)
+
+    @property
+    def source_tokens(self) -> tuple[int, ...]:
+        """Return the tokens of each source of the text; most runs have one."""
+        return tuple(self.sources.values()) or (self.corpus_tokens,)
 
     def write(self, folder: Path) -> None:
         data = {
@@ -139,6 +145,10 @@ def _check_kinds(manifest: Manifest) -> None:
         raise ValueError("a loss is not finite")
     if not manifest.vocab_size or not manifest.corpus_tokens:
         raise ValueError("it has no text")
+    if not all(_is_count(tokens) for tokens in manifest.source_tokens):
+        raise ValueError("the tokens of a source are not a count")
+    if sum(manifest.source_tokens) != manifest.corpus_tokens:
+        raise ValueError("its sources are not its text")
     _check_history(manifest.history)
     if type(manifest.optimizer) is not str:
         raise ValueError("its optimizer has no name")

@@ -44,7 +44,7 @@ def _write_rank(run: RunConfig, folder: Path, manifest: Manifest) -> None:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         schedule = StageSchedule(
             run,
-            corpus_tokens=manifest.corpus_tokens,
+            corpus_tokens=manifest.source_tokens,
             data_parallel=topology.data.size,
             history=manifest.history,
         )

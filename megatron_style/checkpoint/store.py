@@ -88,6 +88,7 @@ class CheckpointStore:
         before = RunConfig.parse(manifest.run, source=str(folder))
         check_same_model(before.model.as_data(), manifest.vocab_size, engine, folder)
         _check_same_optimizer(manifest, self._run, folder)
+        _check_same_sources(before, self._run, folder)
         if not schedule.is_at(manifest.step, manifest.place):
             raise UserError(
                 f"{folder}: stages or data have changed, so resuming at step {manifest.step} would skip or repeat "
@@ -221,6 +222,7 @@ class CheckpointStore:
             files={},
             sound=progress.sound,
             losses=progress.losses,
+            sources=schedule.sources.tokens_by_name if self._run.data.is_blend else {},
         )
 
     def _problem_with(self, folder: Path) -> str | None:
@@ -260,6 +262,18 @@ def _check_same_optimizer(manifest: Manifest, run: RunConfig, folder: Path) -> N
         raise UserError(
             f"{folder}: was trained with {before}, whose state is of no use to {now}; restore the optimizer, or start "
             f"a new run from an exported model"
+        )
+
+
+def _check_same_sources(before: RunConfig, now: RunConfig, folder: Path) -> None:
+    """Refuse other sources than those of the checkpoint, or another order: a lane belongs to one of them."""
+    if not before.data.is_blend and not now.data.is_blend:
+        return
+    names = [[source.label for source in run.data.sources] for run in (before, now)]
+    if names[0] != names[1]:
+        raise UserError(
+            f"{folder}: the sources of its data.train are {', '.join(names[0])}, not {', '.join(names[1])}; restore "
+            f"their names and order, or choose another output.path"
         )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_style.base.errors import UserError
+
+_FORMS = ("(path)", "(list)", "(mapping)")  # that a value may have; pydantic names them as if they were keys
 
 
 class Section(BaseModel):
@@ -35,11 +37,12 @@ class Section(BaseModel):
 
 
 def _explain(error: ErrorDetails, section: type[BaseModel]) -> str:
-    key = ".".join(str(part) for part in error["loc"])
+    location = tuple(part for part in error["loc"] if part not in _FORMS)
+    key = ".".join(str(part) for part in location)
     value = json.dumps(error["input"]) if not isinstance(error["input"], dict) else "a section"
     match error["type"]:
         case "extra_forbidden":
-            return f"{key}: unknown key{_suggestion(error['loc'], section)}"
+            return f"{key}: unknown key{_suggestion(location, section)}"
         case "missing":
             return f"{key}: missing; it has no default"
         case "value_error":
@@ -62,10 +65,16 @@ def _fields_at(path: tuple[int | str, ...], section: type[BaseModel]) -> dict[st
     for part in path:
         if isinstance(part, int):
             continue
-        annotation: Any = section.model_fields[part].annotation
-        inner = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-        section = next(kind for kind in inner if issubclass(kind, BaseModel))
+        section = next(_sections_in(section.model_fields[part].annotation))
     return dict(section.model_fields)
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the sections in a type such as `tuple[StageConfig, ...]` or `SpikeConfig | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections_in(inner)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[str]:

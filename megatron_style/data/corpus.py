@@ -1,8 +1,9 @@
-"""The prepared text of a run: two token stores, their vocabulary and their tokenizer."""
+"""The prepared text of a run: its token stores, their vocabulary and their tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,11 +26,20 @@ END_OF_DOCUMENT = "end_of_document"  # in it, the id that follows each document
 
 @dataclass(frozen=True)
 class Corpus:
-    train: TokenStore
-    valid: TokenStore
+    train: tuple[TokenStore, ...]  # one for each source
+    valid: Mapping[str, TokenStore]  # by name, the main one first
     vocab_size: int
     tokenizer: Tokenizer | None  # the stores of other tools may have none
     eos: int = EOS  # the token before the first
+
+    @property
+    def main_valid(self) -> str:
+        """Return the name of the held-out text by which runs are compared."""
+        return next(iter(self.valid))
+
+    @property
+    def train_tokens(self) -> tuple[int, ...]:
+        return tuple(len(store) for store in self.train)
 
     def held_out_digest(self, tokens: NDArray[Any]) -> str:
         """Return a digest of held-out tokens and their vocabulary: losses can be compared only if it is the same."""
@@ -44,20 +54,22 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
-    train = open_store(data.train, check=check_ids)
-    valid = open_store(data.valid, check=check_ids)
-    tokenizer = tokenizer_beside(data.train)
+    prefixes = [source.path for source in data.sources]
+    train = tuple(open_store(prefix, check=check_ids) for prefix in prefixes)
+    valid = {name: open_store(prefix, check=check_ids) for name, prefix in data.held_out.items()}
+    owner, tokenizer = _first_tokenizer(prefixes)
     vocab_size = data.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if vocab_size is None:
         raise UserError(
-            f"{data.train.parent}: no {DICTIONARY_FILE} or {BPE_FILE} next to the token store; "
+            f"{owner.parent}: no {DICTIONARY_FILE} or {BPE_FILE} next to the token store; "
             f"set data.vocab_size to the number of token ids"
         )
-    if data.valid.parent != data.train.parent:
-        check_same_tokenizer(tokenizer, data.valid, f"{data.train}")
+    for prefix in data.prefixes:
+        if prefix.parent != owner.parent:
+            check_same_tokenizer(tokenizer, prefix, f"{owner}")
     if check_ids:
-        train.check_ids(vocab_size)
-        valid.check_ids(vocab_size)
+        for store in (*train, *valid.values()):
+            store.check_ids(vocab_size)
     return Corpus(train, valid, vocab_size, tokenizer, tokenizer.eos if tokenizer else EOS)
 
 
@@ -68,18 +80,32 @@ def separate_documents(run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Corpu
         return run, corpus
     token = run.model.document_end
     if token is None:
-        token = _recorded_document_end(run.data.train.parent / RECORD_FILE)
-    if token is None:
-        raise UserError(
-            "data.reset_at_documents: is true, but nothing says which token ends a document; prepare the corpus with "
-            "--end-of-document TOKEN, or set model.document_end to its id"
-        )
+        token = _recorded_document_end(run.data.prefixes)
     if token >= corpus.vocab_size:
         raise UserError(f"model.document_end: is {token}, outside the vocabulary of {corpus.vocab_size}")
     return run.with_document_end(token), replace(corpus, eos=token)
 
 
-def _recorded_document_end(path: Path) -> int | None:
+def _recorded_document_end(prefixes: Sequence[Path]) -> int:
+    """Return the token that ends the documents of all these stores."""
+    found = {prefix: _end_of_documents_in(prefix.parent / RECORD_FILE) for prefix in prefixes}
+    for prefix, token in found.items():
+        if token is None:
+            raise UserError(
+                f"data.reset_at_documents: is true, but nothing says which token ends a document of {prefix}; "
+                "prepare it with --end-of-document TOKEN, or set model.document_end to its id"
+            )
+        if token != found[prefixes[0]]:
+            raise UserError(
+                f"data.reset_at_documents: documents of {prefix} end with token {token}, those of {prefixes[0]} with "
+                f"{found[prefixes[0]]}; prepare them alike"
+            )
+    token = found[prefixes[0]]
+    assert token is not None
+    return token
+
+
+def _end_of_documents_in(path: Path) -> int | None:
     try:
         found = parse_json(path.read_text(encoding="utf-8")).get(END_OF_DOCUMENT)
     except FileNotFoundError:
@@ -119,7 +145,20 @@ def keep_tokenizer(corpus: Corpus, folder: Path) -> None:
 
 def tokenizer_of_run(folder: Path, data: DataConfig) -> Tokenizer | None:
     """Return the copy in the run's folder, or else the tokenizer of its corpus."""
-    return tokenizer_beside(RunFolder(folder).run_file) or tokenizer_beside(data.train)
+    return tokenizer_beside(RunFolder(folder).run_file) or tokenizer_of(data)
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer of the training text; None if no source has one."""
+    return _first_tokenizer([source.path for source in data.sources])[1]
+
+
+def _first_tokenizer(prefixes: Sequence[Path]) -> tuple[Path, Tokenizer | None]:
+    """Return the first store with a tokenizer next to it; without any, the first store and None."""
+    for prefix in prefixes:
+        if (tokenizer := tokenizer_beside(prefix)) is not None:
+            return prefix, tokenizer
+    return prefixes[0], None
 
 
 def tokenizer_beside(prefix: Path) -> Tokenizer | None:

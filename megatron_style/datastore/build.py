@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +23,47 @@ from torch import Tensor
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import atomic_folder, put_in_place
-from megatron_style.base.units import size
+from megatron_style.base.units import FLOPS, size
 from megatron_style.config.datastore import DatastoreManifest, KeyDtype
-from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.model import EvaluationMode, ModelFolderConfig
 from megatron_style.datastore.store import KEYS, MANIFEST, VALUE, VALUES, key_dtype, open_datastore, read_manifest
-from megatron_style.inference.scoring.modes import MODES
-from megatron_style.inference.scoring.protocol import Protocol
+from megatron_style.inference.scoring.modes import MODES, make_protocol
+from megatron_style.inference.scoring.protocol import Protocol, Request
 from megatron_style.inference.scoring.reader import Reader, Tokens
 from megatron_style.inference.scoring.score import Progress
 from megatron_style.inference.scoring.walk import share
 from megatron_style.parallel.topology import Topology
 
+WALKS = tuple(mode for mode in MODES if mode != "token-by-token")  # `cached` gives the same keys
+TOKENS_PER_LANE = 2**16
 DONE = "done.bin"  # one byte per unit of the walk
 _BLOCK = 2**20  # tokens
+
+
+def walk_of(
+    request: Request, mode: EvaluationMode | None, config: ModelFolderConfig, *, tokens: int, where: str
+) -> Protocol:
+    """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
+    of which a build can resume; their number depends on the text alone."""
+    mode = mode or ("cached" if config.model.cache else "nonoverlapping")
+    request = replace(request, mode=mode)
+    if mode == "cached":
+        lanes = request.lanes or max(1, tokens // max(TOKENS_PER_LANE, request.segment_length or config.segment_length))
+        request = replace(request, lanes=lanes, batch_rows=request.batch_rows or 1)
+    return make_protocol(request, config, tokens=tokens, where=where)
+
+
+def describe(manifest: DatastoreManifest) -> str:
+    return (
+        f"{manifest.count:,} keys of {manifest.hidden_size} numbers, {size(manifest.key_bytes + manifest.value_bytes)} "
+        f"on disk; {FLOPS.text(manifest.search_flops)} per exact search"
+    )
+
+
+def facts_of(manifest: DatastoreManifest, protocol: Protocol) -> dict[str, object]:
+    names = ("count", "hidden_size", "dtype", "key_bytes", "value_bytes", "search_flops")
+    facts = {name: getattr(manifest, name) for name in names}
+    return {**facts, "mode": protocol.mode, "lanes": protocol.lanes}
 
 
 def make_manifest(

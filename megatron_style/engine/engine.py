@@ -32,6 +32,7 @@ from megatron_style.engine.zero_layout import (
 from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
+from megatron_style.parallel.phase_times import PhaseTimes
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
     Fragment,
@@ -52,6 +53,7 @@ class LossShare:
 
     nll: Tensor  # summed over the ranks, it is the mean over all target tokens of the step
     auxiliary: Mapping[str, Tensor]  # further losses by name, each the mean over this rank's micro-batches
+    by_source: Tensor | None = None  # [sources] of a blend; summed over the ranks, the mean over each source's tokens
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class TrainingEngine:
                 mpu=_MpuView(topology),
                 dist_init_required=False,
             )
+        self.times = PhaseTimes(self.device)
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
         self.caches = PLACES[cache](self.device)
@@ -287,16 +290,22 @@ class TrainingEngine:
         with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
             return param.detach().reshape(-1)[offset : offset + count].clone()
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """Return every unsharded parameter in float32 on the first rank, and nothing on the others. All ranks have to
-        call it together."""
-        weights = {}
-        for name, param in self.model.named_parameters():
-            full = _gather(param, self._topology.tensor)
-            if self._topology.is_first:
-                weights[name] = full.cpu().clone()
-        buffers = self.full_buffers()
-        return weights | buffers if self._topology.is_first else {}
+    def full_weight(self, name: str) -> Tensor | None:
+        """Return an unsharded parameter in float32, or a buffer that learns outside the optimizer, on the host of the
+        first rank, and None on the others. All ranks have to ask for the same one. In addition to the result there are
+        at most two shards of it in memory, and on the other ranks one."""
+        axis = self._topology.tensor
+        buffers = buffer_layouts_of(self.model)
+        if name in buffers:
+            layout = buffers[name]
+            local = self.model.get_buffer(name)
+        else:
+            param = self.model.get_parameter(name)
+            layout = layout_of(param)
+            local = _full_shard(param, axis)
+        if self._topology.data.rank != 0:
+            return None
+        return _collected(local, layout, axis)
 
     def full_buffers(self) -> dict[str, Tensor]:
         """Return, unsharded, the buffers that learn outside the optimizer. The tensor-parallel ranks of a data rank
@@ -333,13 +342,36 @@ def gradient_norm(model: nn.Module, axis: Axis) -> float:
     return math.sqrt(axis.sum(total).item())
 
 
-def _gather(param: nn.Parameter, axis: Axis) -> Tensor:
-    """Gather a parameter from the data-parallel ranks (the float32 master copy, if ZeRO keeps one), then from the
-    tensor-parallel ranks."""
-    layout = layout_of(param)
+def _full_shard(param: nn.Parameter, axis: Axis) -> Tensor:
+    """Gather a parameter's shard from the data-parallel ranks: the float32 master copy, if ZeRO keeps one."""
     local = deepspeed.utils.safe_get_full_fp32_param(param)
-    local = (param.detach() if local is None else local).float().view(layout.shard_shape(axis.size))
-    return _unsharded(local, layout, axis)
+    local = param.detach() if local is None else local
+    return local.float().view(layout_of(param).shard_shape(axis.size))
+
+
+def _collected(local: Tensor, layout: Layout, axis: Axis) -> Tensor | None:
+    """Return the unsharded tensor on the host of the first rank of the axis, to which the others send their shards one
+    after the other."""
+    if layout.shard_dim is None or axis.size == 1:
+        return local.cpu() if axis.rank == 0 else None
+    if axis.rank != 0:
+        dist.send(local.contiguous(), group=axis.group, group_dst=0)
+        return None
+    full = torch.empty(layout.shape, dtype=local.dtype)
+    _place(full, local, layout, Axis(axis.size, 0))
+    received = torch.empty_like(local, memory_format=torch.contiguous_format)
+    for rank in range(1, axis.size):
+        dist.recv(received, group=axis.group, group_src=rank)
+        _place(full, received, layout, Axis(axis.size, rank))
+    return full
+
+
+def _place(full: Tensor, part: Tensor, layout: Layout, axis: Axis) -> None:
+    """Copy a rank's shard, without its padding, to where it belongs."""
+    assert layout.shard_dim is not None
+    owned = layout.owned(axis)
+    target = full.narrow(layout.shard_dim, owned.start, len(owned))
+    target.copy_(part.narrow(layout.shard_dim, 0, len(owned)))
 
 
 def _unsharded(local: Tensor, layout: Layout, axis: Axis) -> Tensor:

@@ -31,7 +31,7 @@ def check_hosts(hosts: Sequence[Host], run: RunConfig | None) -> list[Finding]:
 def demands_of(run: RunConfig) -> Demands:
     return Demands(
         folder=run.output.path,
-        files=(*store_files(run.data.train), *store_files(run.data.valid)),
+        files=tuple(path for prefix in run.data.prefixes for path in store_files(prefix)),
         checkpoint_bytes=bytes_of_checkpoint(run),
         checkpoints=run.output.keep_last + 1,  # the next one is written before the oldest is removed
     )
@@ -45,7 +45,7 @@ def check_run(run: RunConfig, world: int) -> int:
     data_parallel = world // run.parallel.tensor
     run, corpus = separate_documents(run, open_corpus(run.data))
     run.model.check_vocabulary(corpus.vocab_size)
-    schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=data_parallel)
+    schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=data_parallel)
     user = read_ds_config(run.deepspeed)
     check_one_home(user, run)
     complete_ds_config(user, run, schedule.stages, data_parallel=data_parallel)

@@ -1,24 +1,23 @@
-"""A form of model: a folder with `model.safetensors`, `config.json`, the tokenizer's file and, so that training can
-resume, `optimizer.safetensors`. Nothing in it is unpickled."""
+"""A form of model: a folder with `model.safetensors` or shards of it, `config.json`, the tokenizer's file and, so that
+training can resume, `optimizer.safetensors`. Nothing in it is unpickled."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from operator import methodcaller
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import atomic_folder, remove_leftovers
 from megatron_style.base.json_text import parse_json
+from megatron_style.base.model_files import INDEX, SHARD_BYTES, WEIGHTS, is_shard
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
@@ -26,15 +25,22 @@ from megatron_style.data.corpus import Corpus, tokenizer_beside
 from megatron_style.data.tokenizer import TOKENIZER_FILES
 from megatron_style.formats import certificate
 from megatron_style.formats.source import Holds, ModelSource, parameters_of, tensors_of
+from megatron_style.formats.tensor_files import (
+    Entry,
+    Stored,
+    open_sharded,
+    open_tensors,
+    weights_file,
+    write_sharded,
+    write_tensors,
+)
 from megatron_style.schedule.stages import StageSchedule
 
 CONFIG_FILE = "config.json"
-WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
-_READABLE = ("F16", "BF16", "F32", "F64")
 NAME = f"a model folder (with {CONFIG_FILE})"
-FILES = frozenset({WEIGHTS, OPTIMIZER, CONFIG_FILE, *TOKENIZER_FILES, certificate.FILE})
+FILES = frozenset({WEIGHTS, INDEX, OPTIMIZER, CONFIG_FILE, *TOKENIZER_FILES, certificate.FILE})
 HOLDS: Holds = None
 
 
@@ -52,21 +58,22 @@ def read(folder: Path) -> ModelSource:
 def open_weights(folder: Path, config: ModelFolderConfig) -> Callable[[str], Tensor]:
     """Return the weights by name, each read when it is asked for; names and shapes are checked at once."""
     tensors = tensors_of(config)
-    weights = open_tensors(folder / WEIGHTS)
+    where = weights_file(folder)
+    weights = open_sharded(folder)
     if weights.keys() != tensors.keys():
         odd = sorted(weights.keys() ^ tensors.keys())[0]
-        raise UserError(f"{folder / WEIGHTS}: its tensors are not those of its {CONFIG_FILE}; '{odd}' is in one only")
+        raise UserError(f"{where}: its tensors are not those of its {CONFIG_FILE}; '{odd}' is in one only")
     for name, layout in tensors.items():
         if weights[name].shape != layout.shape:
             held = list(weights[name].shape)
-            raise UserError(f"{folder / WEIGHTS}: {name} is {held}, {CONFIG_FILE} wants {list(layout.shape)}")
+            raise UserError(f"{where}: {name} is {held}, {CONFIG_FILE} wants {list(layout.shape)}")
     return lambda name: weights[name].get()
 
 
-def write(folder: Path, source: ModelSource) -> None:
+def write(folder: Path, source: ModelSource, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model, with one tensor in memory at a time."""
     folder.mkdir(exist_ok=True)
-    write_weights(folder / WEIGHTS, source)
+    write_weights(folder, source, shard_bytes=shard_bytes)
     if source.state is not None:
         _write_state(folder / OPTIMIZER, source.config, source.state)
     (folder / CONFIG_FILE).write_text(json.dumps(source.config.as_data(), indent=2) + "\n", encoding="utf-8")
@@ -81,8 +88,11 @@ def write_atomically(folder: Path, source: ModelSource) -> None:
         write(aside, source)
 
 
-def export(weights: Mapping[str, Tensor], run: RunConfig, corpus: Corpus, schedule: StageSchedule) -> None:
-    """Write the model of a finished run into the run's folder."""
+def export(
+    weight: Callable[[str], Tensor | None], run: RunConfig, corpus: Corpus, schedule: StageSchedule, *, is_first: bool
+) -> None:
+    """Write the model of a finished run into the run's folder. All ranks call it: `weight` gathers a tensor from all of
+    them, and returns it on the first, which writes it."""
     last = schedule.stages[-1]
     config = ModelFolderConfig(
         model=run.model,
@@ -92,9 +102,14 @@ def export(weights: Mapping[str, Tensor], run: RunConfig, corpus: Corpus, schedu
         cache_length=last.cache_length,
         step=schedule.total_steps,
     )
+    if not is_first:
+        for name in tensors_of(config):
+            weight(name)
+        return
     folder = RunFolder(run.output.path).model
     remove_leftovers(folder)  # safe, since this run holds the folder's lock
-    write_atomically(folder, ModelSource(folder, config, weights.__getitem__, lambda: corpus.tokenizer))
+    gathered = cast(Callable[[str], Tensor], weight)
+    write_atomically(folder, ModelSource(folder, config, gathered, lambda: corpus.tokenizer))
 
 
 def check_place(output: Path, known: frozenset[str] = FILES) -> None:
@@ -102,16 +117,23 @@ def check_place(output: Path, known: frozenset[str] = FILES) -> None:
     if not output.exists():
         return
     names = {path.name for path in output.iterdir()} if output.is_dir() else {""}
-    if names and not (CONFIG_FILE in names and names <= known):
+    foreign = {name for name in names - known if not is_shard(name)}
+    if names and (foreign or CONFIG_FILE not in names):
         raise UserError(f"{output}: exists and is not a model folder; choose another place for the model")
 
 
-def write_weights(path: Path, source: ModelSource, rename: Callable[[str], str] = str) -> None:
-    """Write all weights in float32, or in float64 if they come so."""
+def write_weights(folder: Path, source: ModelSource, *, shard_bytes: int) -> None:
+    """Write all weights in float32, or in float64 if they come so. Each is asked for once, in the model's order: those
+    of a run are gathered from all ranks."""
     tensors = tensors_of(source.config)
-    dtype = torch.float64 if source.weight(next(iter(tensors))).dtype == torch.float64 else torch.float32
-    wanted = [Entry(rename(name), layout.shape, _DTYPES[dtype]) for name, layout in tensors.items()]
-    write_tensors(path, wanted, (source.weight(name).to(dtype) for name in tensors))
+    weights = map(source.weight, tensors)
+    first = next(weights)
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    entries = [Entry(name, layout.shape, _DTYPES[dtype]) for name, layout in tensors.items()]
+    given = chain(iter([first]), weights)
+    del first  # it would stay in memory until the last is written
+    converted = map(methodcaller("to", dtype), given)  # a generator would hold each until it has the next
+    write_sharded(folder, entries, converted, shard_bytes=shard_bytes)
 
 
 def _write_state(path: Path, config: ModelFolderConfig, state: Callable[[str], dict[str, Tensor]]) -> None:
@@ -132,59 +154,6 @@ def _read_state(folder: Path, config: ModelFolderConfig) -> Callable[[str], dict
             raise UserError(f"{folder / OPTIMIZER}: '{full}' is not the state of a parameter of its {CONFIG_FILE}")
         held[name][key] = tensor
     return lambda wanted: {key: tensor.get() for key, tensor in held[wanted].items()}
-
-
-@dataclass(frozen=True)
-class Entry:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def size(self) -> int:
-        return (8 if self.dtype == "F64" else 4) * math.prod(self.shape)
-
-
-def write_tensors(path: Path, entries: list[Entry], tensors: Iterator[Tensor]) -> None:
-    """Write a safetensors file with one tensor in memory at a time; the library needs all of them at once."""
-    header = {}
-    offset = 0
-    for entry in entries:
-        offsets = [offset, offset + entry.size]
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-        offset += entry.size
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry, tensor in zip(entries, tensors, strict=True):
-            assert tuple(tensor.shape) == entry.shape, (entry, tensor.shape)
-            content = tensor.detach().contiguous().numpy()
-            file.write(content.astype(content.dtype.newbyteorder("<"), copy=False).data)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file, read when asked for."""
-
-    shape: tuple[int, ...]
-    get: Callable[[], Tensor]
-
-
-def open_tensors(path: Path) -> dict[str, Stored]:
-    try:
-        file = safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a complete safetensors file: {error}") from None
-    stored = {}
-    for name in file.keys():  # noqa: SIM118 - it is not a mapping
-        held = file.get_slice(name)
-        if held.get_dtype() not in _READABLE:
-            raise UserError(f"{path}: '{name}' is of type {held.get_dtype()}; use one of {', '.join(_READABLE)}")
-        stored[name] = Stored(tuple(held.get_shape()), partial(file.get_tensor, name))
-    return stored
 
 
 def read_config(folder: Path) -> ModelFolderConfig:

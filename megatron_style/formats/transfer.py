@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place, write_atomic
 from megatron_style.base.json_text import parse_json
+from megatron_style.base.model_files import SHARD_BYTES
 from megatron_style.data.tokenizer import WordDictionary
 from megatron_style.formats import fairseq, model_folder, run_checkpoint, transformer_xl
 from megatron_style.formats.certificate import FILE, Certificate, certify
@@ -32,7 +34,9 @@ _OURS = frozenset[str]().union(*(form.FILES for form in FORMATS))
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
-def import_fairseq(checkpoint: Path, dictionary: Path, output: Path, *, overwrite: bool) -> Facts:
+def import_fairseq(
+    checkpoint: Path, dictionary: Path, output: Path, *, overwrite: bool, shard_size: int = SHARD_BYTES
+) -> Facts:
     if not dictionary.is_file():
         raise UserError(f"--dictionary {dictionary}: no such file; fairseq's dict.txt is expected")
     words = WordDictionary.load(dictionary)
@@ -43,27 +47,35 @@ def import_fairseq(checkpoint: Path, dictionary: Path, output: Path, *, overwrit
             f"{source.config.vocab_size}; the dictionary it was trained with is needed"
         )
     source = replace(source, tokenizer=lambda: words)
-    return _facts(output, source, transfer(source, model_folder, output, overwrite=overwrite))
+    return _facts(output, source, _to_folder(source, output, overwrite=overwrite, shard_size=shard_size))
 
 
-def import_transformer_xl(folder: Path, output: Path, *, overwrite: bool) -> Facts:
+def import_transformer_xl(folder: Path, output: Path, *, overwrite: bool, shard_size: int = SHARD_BYTES) -> Facts:
     source = transformer_xl.read(folder)
-    certificate = transfer(source, model_folder, output, overwrite=overwrite)
+    certificate = _to_folder(source, output, overwrite=overwrite, shard_size=shard_size)
     flags = {"evaluate_with": transformer_xl.evaluation_flags(folder) or None}
     return _facts(output, source, certificate) | flags
 
 
-def export_model(model: Path, output: Path, *, overwrite: bool, optimizer: bool) -> Facts:
+def export_model(
+    model: Path, output: Path, *, overwrite: bool, optimizer: bool, shard_size: int = SHARD_BYTES
+) -> Facts:
     source = open_model(model)
     if optimizer and source.state is None:
         raise UserError(f"{model}: holds no optimizer state, so --optimizer has nothing to export")
     source = source if optimizer else source.without_optimizer()
-    return _facts(output, source, transfer(source, model_folder, output, overwrite=overwrite))
+    return _facts(output, source, _to_folder(source, output, overwrite=overwrite, shard_size=shard_size))
 
 
-def export_huggingface(model: Path, output: Path, *, overwrite: bool) -> Facts:
+def _to_folder(source: ModelSource, output: Path, *, overwrite: bool, shard_size: int) -> Certificate:
+    write = partial(model_folder.write, shard_bytes=shard_size)
+    return transfer(source, model_folder, output, write=write, overwrite=overwrite)
+
+
+def export_huggingface(model: Path, output: Path, *, overwrite: bool, shard_size: int = SHARD_BYTES) -> Facts:
     source = open_model(model).without_optimizer()
-    certificate = transfer(source, huggingface, output, huggingface.certify_export, overwrite=overwrite)
+    write = partial(huggingface.write, shard_bytes=shard_size)
+    certificate = transfer(source, huggingface, output, huggingface.certify_export, write=write, overwrite=overwrite)
     return _facts(output, source, certificate) | {"computed_by": certificate.computed_by}
 
 
@@ -112,10 +124,11 @@ def transfer(
     output: Path,
     certifier: Callable[[ModelSource, ModelSource], Certificate] = certify,
     *,
+    write: Callable[[Path, ModelSource], None] | None = None,
     overwrite: bool = False,
 ) -> Certificate:
     """Write the model in another form, with a certificate in the output's folder or next to its file. A model that was
-    made from another source is replaced only with `overwrite`."""
+    made from another source is replaced only with `overwrite`. `write` is the form's own, with settings."""
     check_holds(form, source)
     model_folder.check_place(output, _OURS)
     if not overwrite:
@@ -123,7 +136,7 @@ def transfer(
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as directory:
         written = Path(directory) / output.name
-        form.write(written, source)
+        (write or form.write)(written, source)
         certificate = certifier(source, form.read(written))
         deliver(written, certificate, output)
     return certificate

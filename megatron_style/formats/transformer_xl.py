@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.model_files import WEIGHTS, has_weights
 from megatron_style.checkpoint.logical import is_plain
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.formats.model_folder import CONFIG_FILE, WEIGHTS, model_type, open_tensors, read_settings
+from megatron_style.formats.model_folder import CONFIG_FILE, model_type, read_settings
 from megatron_style.formats.source import Holds, ModelSource, parameters_of
+from megatron_style.formats.tensor_files import open_sharded, weights_file
 from megatron_style.model.shape import bands
 
 NAME = "a folder of transformers' TransfoXL"
@@ -122,9 +124,9 @@ class _Tensors:
     """The tensors of a folder by the names of the authors' code, each read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / (WEIGHTS if (folder / WEIGHTS).exists() else _PICKLED)
-        if self._path.name == WEIGHTS:
-            held = {name: tensor.get for name, tensor in open_tensors(self._path).items()}
+        self._path = weights_file(folder) if has_weights(folder) else folder / _PICKLED
+        if has_weights(folder):
+            held = {name: tensor.get for name, tensor in open_sharded(folder).items()}
         else:
             pickled = _unpickled(self._path)
             held = {name: partial(pickled.__getitem__, name) for name in pickled}

@@ -28,17 +28,18 @@ class HeldOut:
     text_digest: str = ""  # of the text and its vocabulary
 
 
-def held_out(model: Shortformer, corpus: Corpus, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
-    """Evaluate by the protocol of the run's last stage in every stage, so that stages can be compared. The ranks of the
-    data axis share the text, all others repeat; the state of the training does not change."""
+def held_out(model: Shortformer, corpus: Corpus, name: str, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
+    """Evaluate on the held-out text of this name by the protocol of the run's last stage in every stage, so that stages
+    can be compared. Only the main text is continued by a sample. The ranks of the data axis share the text, all others
+    repeat; the state of the training does not change."""
     protocol = protocol_of(last)
-    tokens = corpus.valid.tokens[: output.evaluate_tokens]
+    tokens = corpus.valid[name].tokens[: output.evaluate_tokens]
     found = score(model, tokens, protocol, eos=corpus.eos, axis=axis)
     prompt = tokens[:_PROMPT_TOKENS].tolist()
     written = continue_greedily(
         model,
         [corpus.eos, *prompt],
-        output.sample_tokens,
+        output.sample_tokens if name == corpus.main_valid else 0,
         segment_length=last.segment_length,
         cache_length=last.cache_length,
     )

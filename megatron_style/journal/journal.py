@@ -30,6 +30,7 @@ from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
@@ -45,6 +46,8 @@ class _Figures(NamedTuple):
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+    by_source: dict[str, float]  # of a blend
+    spread: Spread | None  # of several ranks
 
 
 class Journal:
@@ -75,6 +78,7 @@ class Journal:
         if self._writes:
             self._open(run, first_step, terminal)
         self._shown = self._totals  # as they were at the last line
+        self._steps = 0  # since then
 
     def _open(self, run: RunConfig, first_step: int, terminal: Terminal | None) -> None:
         """Open all files. Totals resume from the last line, which every step that saves has."""
@@ -99,6 +103,9 @@ class Journal:
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+        if run.data.is_blend:
+            for stage in self._schedule.stages_from(first_step):
+                self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
     def preflight(self, stage: Stage, peak: int) -> None:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
@@ -149,6 +156,7 @@ class Journal:
         self._totals = self._totals.plus(plan.tokens, flops, seconds)
         self._skipped += not update.applied
         self._stage_seconds += seconds
+        self._steps += 1
         if show or not update.applied:
             figures = self._read(loss, update)
             if spike := update.spike:
@@ -177,7 +185,8 @@ class Journal:
         for event in found:
             self._record(replace(event, step=step, tokens=self._schedule.tokens_before(step)))
 
-    def held_out(self, step: int, found: HeldOut) -> None:
+    def held_out(self, step: int, found: HeldOut, name: str = "", *, is_main: bool = True) -> None:
+        """Record an evaluation. A text has a name if data.valid has."""
         totals = self._totals
         self._record(
             ValidEvent(
@@ -189,20 +198,30 @@ class Journal:
                 flops=totals.flops,
                 by_position=tuple(found.by_position),
                 text_digest=found.text_digest,
+                name=name or None,
+                is_main=is_main if name else None,
             )
         )
         if found.text:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
-        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity {found.perplexity:.2f}")
+        text = f" of {name}" if name else ""
+        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
-        """Return the losses over all ranks and the gradient norm, with a single wait for the device."""
+        """Return the losses over all ranks, the gradient norm and the ranks' times, with one wait for the device."""
         data = self._topology.data
         norm = torch.as_tensor(update.grad_norm, dtype=torch.float64, device=loss.nll.device)
         further = [data.sum(share) / data.size for share in loss.auxiliary.values()]
         values = [value.double() for value in (data.sum(loss.nll), norm, *further)]
-        mean, grad_norm, *auxiliary = torch.stack(values).tolist()
-        return _Figures(mean, grad_norm, dict(zip(loss.auxiliary, auxiliary, strict=True)))
+        by_source = [] if loss.by_source is None else list(data.sum(loss.by_source).double())
+        times = gather_times(self._engine.times.take(), self._steps, self._topology, loss.nll.device)
+        self._steps = 0
+        mean, grad_norm, *more = torch.stack([*values, *by_source, *times.flatten()]).tolist()
+        auxiliary = dict(zip(loss.auxiliary, more, strict=False))
+        sources = self._schedule.sources.names if by_source else ()
+        del more[: len(auxiliary)]
+        losses = dict(zip(sources, more, strict=False))
+        return _Figures(mean, grad_norm, auxiliary, losses, spread_of(more[len(losses) :]))
 
     def _show(self, plan: StepPlan, figures: _Figures, update: Update) -> None:
         totals = self._totals
@@ -227,10 +246,14 @@ class Journal:
             flops_per_second=speed,
             memory_bytes=memory,
             auxiliary=figures.auxiliary or None,
+            by_source=figures.by_source or None,
         )
+        if figures.spread is not None:
+            event = figures.spread.added_to(event)
         self._record(event)
         reason = update.spike or "the gradient is not finite"
         note = "" if update.applied else f", skipped: {reason} ({self._skipped} so far)"
+        note += figures.spread.note if figures.spread else ""
         self._console.show(
             ProgressLine(
                 event,

@@ -57,6 +57,8 @@ _TAGS: Mapping[type[Event], Mapping[str, str]] = {
         "seconds": "speed/seconds",
         "flops": "speed/flops",
         "memory_bytes": "memory/peak_bytes",
+        "slowest_rank": "ranks/slowest",
+        "fastest_rank": "ranks/fastest",
     },
     SpikeEvent: {"loss": "spike/loss", "median": "spike/median"},
     ValidEvent: {"loss": "valid/loss", "perplexity": "valid/perplexity"},
@@ -172,13 +174,24 @@ def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
 
 def scalars_of(event: Event) -> dict[str, float]:
     """Return the points of an event by tag. Older versions recorded fewer."""
+    if isinstance(event, ValidEvent) and event.name is not None:
+        return _scalars_of_text(event, event.name)
     found = _points(event, _TAGS[type(event)])
     if isinstance(event, TrainEvent):
         found |= {f"train/auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
+        found |= {f"train/loss/{name}": loss for name, loss in (event.by_source or {}).items()}
+        found |= {f"ranks/slowest_{phase}": seconds for phase, seconds in (event.slowest or {}).items()}
+        found |= {f"ranks/fastest_{phase}": seconds for phase, seconds in (event.fastest or {}).items()}
     if isinstance(event, ValidEvent):
         bands = enumerate(event.by_position or (), start=1)
         found |= {f"valid_by_position/{band:02d}": loss for band, loss in bands}
     return found
+
+
+def _scalars_of_text(event: ValidEvent, name: str) -> dict[str, float]:
+    """Return the points of a named held-out text. Those of the main one are also where a single text has them."""
+    found = _points(event, {key: f"{tag}/{name}" for key, tag in _TAGS[ValidEvent].items()})
+    return found | (scalars_of(replace(event, name=None)) if event.is_main else {})
 
 
 def _points(event: Event, tags: Mapping[str, str]) -> dict[str, float]:

@@ -136,8 +136,8 @@ class Shortformer(nn.Module):
     def _stream(self, length: int) -> Stream:
         """Return how the vectors of a segment are spread over the tensor axis. Those of a segment whose length does not
         divide, such as the last one of a text, are replicated, which gives the same."""
-        divides = length % self.axis.size == 0
-        return Stream(self.axis, is_split=self.sequence and divides, recalls=not self.recompute)
+        can_split = self.axis.size > 1 and length % self.axis.size == 0
+        return Stream(self.axis, is_split=self.sequence and can_split, recalls=not self.recompute)
 
     def _blocks(
         self, ids_BT: Tensor, memory: Memory, noise: Noise | None, stream: Stream, ages_BT: Tensor | None

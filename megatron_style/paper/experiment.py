@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.base.model_files import has_weights
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig
 from megatron_style.paper.corpus import Source, check_test_split, corpus_of, find_source, held_out
@@ -51,7 +52,7 @@ class Experiment:
         return run_config(spec, self.scale, self.corpus, self.folder(spec))
 
     def is_finished(self, spec: RunSpec) -> bool:
-        return (RunFolder(self.folder(spec)).model / "model.safetensors").is_file()
+        return has_weights(RunFolder(self.folder(spec)).model)
 
     def evaluation_file(self, spec: RunSpec, evaluation: Evaluation) -> Path:
         return self.folder(spec) / "evaluations" / f"{evaluation.name}.json"

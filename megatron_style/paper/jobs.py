@@ -6,6 +6,7 @@ digests of its model and text, so that no evaluation runs twice.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -22,6 +23,7 @@ from pathlib import Path
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.base.model_files import weight_files
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig, save_run
 from megatron_style.data.preparation.workers import usable_cpus
@@ -296,6 +298,12 @@ def _datastore_job(experiment: Experiment, spec: RunSpec) -> Job:
     return Job(f"datastore of {folder.name}", (*command, *flags), folder / "neighbours.log", folder / "neighbours.out")
 
 
+def weights_digest(files: Sequence[Path]) -> str:
+    """Return the digest of a model: that of its only file, or one of those of its shards."""
+    digests = [file_digest(path) for path in files]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> Job | None:
     """Return the job; None if the evaluation of this model and text is done."""
     folder = experiment.folder(spec)
@@ -303,7 +311,7 @@ def _evaluation_job(experiment: Experiment, spec: RunSpec, evaluation: Evaluatio
     data = experiment.scored(evaluation)
     flags = protocol_flags(experiment, spec, evaluation)
     inputs = {
-        "model": file_digest(model / "model.safetensors"),
+        "model": weights_digest(weight_files(model)),
         "data": file_digest(store_files(data)[0]),
         "flags": list(flags),
     }

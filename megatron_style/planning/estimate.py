@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from megatron_style.config.run import RunConfig, StageConfig
+from megatron_style.config.run import CachePlace, RunConfig, StageConfig
 from megatron_style.model.shape import count_parameters
 from megatron_style.planning.memory import (
     MemoryEstimate,
@@ -20,6 +20,7 @@ from megatron_style.planning.setup import Setup, Sharding, setup_of
 from megatron_style.planning.text import TextFacts
 from megatron_style.planning.timing import Machine, StepTime, estimate_time, flops_of_token
 from megatron_style.planning.traffic import Traffic, estimate_traffic
+from megatron_style.schedule.blend import sources_of
 from megatron_style.schedule.stages import Stage, resolve_stage
 
 Number = TypeVar("Number", int, float)
@@ -86,7 +87,9 @@ class RunEstimate:
     sharding: Sharding
     tensor: int
     data: int
+    sequence: bool
     recompute: bool
+    cache: CachePlace
     gpu: str
     efficiency: float
     memory: int  # of each GPU, in bytes
@@ -95,6 +98,7 @@ class RunEstimate:
     zero_stages: tuple[StateBytes, ...]  # the states under ZeRO 0, 1, 2 and 3
     scaling: tuple[ScaleEstimate, ...]
     communication_dominates_from: int | None  # the smallest of the compared numbers of GPUs
+    blend: tuple[str, ...] = ()  # how each stage divides its rows among the sources, if there are several
 
 
 def estimate_run(
@@ -115,7 +119,9 @@ def estimate_run(
         sharding=sharding,
         tensor=setup.tensor,
         data=setup.data,
+        sequence=setup.sequence,
         recompute=setup.recompute,
+        cache=setup.cache,
         gpu=machine.gpu.name,
         efficiency=machine.efficiency,
         memory=memory,
@@ -124,7 +130,17 @@ def estimate_run(
         zero_stages=tuple(estimate_states(_under_zero(setup, zero_stage)) for zero_stage in range(4)),
         scaling=scaling,
         communication_dominates_from=min((scale.gpus for scale in scaling if scale.dominates), default=None),
+        blend=tuple(_blends(run, text, stages, setup.data)),
     )
+
+
+def _blends(run: RunConfig, text: TextFacts, stages: Sequence[Stage], data_parallel: int) -> Iterator[str]:
+    """Describe the blend of each stage, or refuse one without rows for a source, as `train` would."""
+    if not run.data.is_blend or not text.source_tokens:
+        return
+    sources = sources_of(run.data, text.source_tokens)
+    for stage in stages:
+        yield sources.describe(sources.allot(stage.rows * data_parallel, stage.segment_length, f"stages.{stage.index}"))
 
 
 def extents_of(stages: Sequence[StageConfig], tokens_per_step: int, corpus_tokens: int | None) -> Iterator[Extent]:

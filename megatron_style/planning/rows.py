@@ -32,7 +32,7 @@ def summary(estimate: RunEstimate) -> dict[str, object]:
         "time": duration(totals.seconds),
         "time at the last length": duration(totals.seconds_at_last_length),
         "saved by stages": "unknown" if totals.saving is None else f"{totals.saving:.1%}",
-    }
+    } | {f"blend of stage {stage}": shares for stage, shares in enumerate(estimate.blend, start=1)}
 
 
 def tables(estimate: RunEstimate) -> Iterator[Table]:

@@ -11,9 +11,10 @@ import numpy as np
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelConfig
 from megatron_style.config.run import RunConfig
-from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.data.corpus import tokenizer_of
 from megatron_style.data.store import TokenStore, open_store, store_files
 from megatron_style.model.shape import bands
+from megatron_style.schedule.blend import sources_of
 
 # The text is sampled in evenly spread blocks: 17M tokens at most.
 _BLOCK = 1 << 18
@@ -29,23 +30,28 @@ class TextFacts:
     vocab_size: int
     tokens: int | None  # None: the corpus is not there
     band_shares: tuple[float, ...]  # by Zipf's law when the corpus is not there
+    source_tokens: tuple[int, ...] = ()  # of each source; empty if the corpus is not there
 
 
 def text_facts(run: RunConfig) -> TextFacts:
     vocab_size = run.data.vocab_size
+    prefixes = [source.path for source in run.data.sources]
     if vocab_size is None:
-        tokenizer = tokenizer_beside(run.data.train)
+        tokenizer = tokenizer_of(run.data)
         if tokenizer is None:
             raise UserError(
-                f"data.vocab_size: missing, and there is no dictionary in {run.data.train.parent} to read it from; "
+                f"data.vocab_size: missing, and there is no dictionary in {prefixes[0].parent} to read it from; "
                 f"prepare the corpus, or give the number of token ids: --set data.vocab_size=50000"
             )
         vocab_size = tokenizer.vocab_size
     run.model.check_vocabulary(vocab_size)
-    if not all(path.is_file() for path in store_files(run.data.train)):
+    if not all(path.is_file() for prefix in prefixes for path in store_files(prefix)):
         return TextFacts(vocab_size, None, zipf_shares(run.model, vocab_size))
-    store = open_store(run.data.train)
-    return TextFacts(vocab_size, len(store), measured_shares(store, run.model, vocab_size))
+    stores = [open_store(prefix) for prefix in prefixes]
+    tokens = tuple(len(store) for store in stores)
+    by_source = [measured_shares(store, run.model, vocab_size) for store in stores]
+    shares = np.array(sources_of(run.data, tokens).shares) @ np.array(by_source)
+    return TextFacts(vocab_size, sum(tokens), tuple(shares.tolist()), tokens)
 
 
 def measured_shares(store: TokenStore, model: ModelConfig, vocab_size: int) -> tuple[float, ...]:

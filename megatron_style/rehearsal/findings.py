@@ -37,7 +37,7 @@ def judge_stage(rehearsed: StageRehearsal, usable: float) -> Finding:
 
 def judge_corpus(run: RunConfig, world: int) -> Finding:
     """Without a corpus, only what the rehearsal itself needs has been checked."""
-    files = [path for prefix in (run.data.train, run.data.valid) for path in store_files(prefix)]
+    files = [path for prefix in run.data.prefixes for path in store_files(prefix)]
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
         assumed = "token ids follow Zipf's law, and the number of steps is not checked"

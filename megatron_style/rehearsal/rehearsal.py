@@ -30,6 +30,7 @@ from megatron_style.planning.setup import Setup, setup_of, sharding_of
 from megatron_style.planning.text import TextFacts, text_facts, zipf_ids
 from megatron_style.rehearsal.live_bytes import LiveBytes
 from megatron_style.rehearsal.stand_ins import HostTensor, fake_rank
+from megatron_style.schedule.blend import sources_of
 from megatron_style.schedule.stages import Stage, StageSchedule, resolve_stage
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -114,9 +115,18 @@ def _typical_ids(run: RunConfig, text: TextFacts) -> np.ndarray[tuple[int], np.d
     vectors a tensor-parallel rank looks up, and how many tokens each band scores."""
     count = run.data.tokens_per_batch
     if text.tokens is not None:
-        tokens = open_store(run.data.train).tokens
-        return tokens[np.linspace(0, len(tokens) - 1, count).astype(np.int64)].astype(np.int64)
+        return _ids_of_text(run, text, count)
     return zipf_ids(text.vocab_size, count)
+
+
+def _ids_of_text(run: RunConfig, text: TextFacts, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return ids from all over the text, as many of each source of a blend as its share, in random order."""
+    counts = sources_of(run.data, text.source_tokens).allot(count, 1, "data.tokens_per_batch")
+    parts = []
+    for source, own_count in zip(run.data.sources, counts, strict=True):
+        tokens = open_store(source.path).tokens
+        parts.append(tokens[np.linspace(0, len(tokens) - 1, own_count).astype(np.int64)].astype(np.int64))
+    return parts[0] if len(parts) == 1 else np.random.default_rng(run.seed).permutation(np.concatenate(parts))
 
 
 def _settle(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
 from megatron_style.reporting.bars import Bar, BarChart, Group
@@ -54,8 +55,31 @@ def curves(runs: Sequence[RunHistory], along: Along) -> tuple[Chart, ...]:
         _chart("rate", "Learning rate", along, rates, _upwards(_range(rates), RATE), bands=small_bands, height=120),
         _chart("norm", "Gradient norm", along, norms, _upwards(_range(norms, positive=True), logarithmic=True),
                bands=small_bands, height=120),
+        *_by_name(runs, along, small_bands),
     )  # fmt: skip
     return tuple(chart for chart in charts if chart is not None)
+
+
+def _by_name(runs: Sequence[RunHistory], along: Along, bands: tuple[StageBand, ...]) -> Iterator[Chart | None]:
+    """Yield a small chart of the training loss on each source of a blend, and of each named held-out text's loss."""
+    sources = dict.fromkeys(name for run in runs for event in run.trained for name in event.by_source)
+    texts = dict.fromkeys(event.name for run in runs for event in run.named)
+    for number, name in enumerate(sources):
+        lines = _lines(runs, along, "training", partial(_losses_on_source, name))
+        title = f"Training loss on {name}, nats per token"
+        yield _chart(f"source-{number}", title, along, lines, _upwards(_range(lines)), bands=bands, height=120)
+    for number, name in enumerate(texts):
+        lines = _lines(runs, along, "held-out", partial(_losses_on_text, name))
+        title = f"Held-out loss on {name}, nats per token"
+        yield _chart(f"text-{number}", title, along, lines, _upwards(_range(lines)), bands=bands, height=120)
+
+
+def _losses_on_source(name: str, run: RunHistory) -> list[tuple[Place, float | None]]:
+    return [(event.at, event.by_source[name]) for event in run.trained if name in event.by_source]
+
+
+def _losses_on_text(name: str, run: RunHistory) -> list[tuple[Place, float | None]]:
+    return [(event.at, event.loss) for event in run.named if event.name == name]
 
 
 def by_position(runs: Sequence[RunHistory]) -> Chart | None:
@@ -72,6 +96,15 @@ def by_position(runs: Sequence[RunHistory]) -> Chart | None:
         "Mean loss in equal bands of the position in the segment, of the last validation and of earlier stages' ends.",
         ChartAxis(PERCENT, 0.0, 100.0, "position in the segment"), ChartAxis(NUMBER, *padded(*spread)), tuple(lines),
     )  # fmt: skip
+
+
+def rank_times(runs: Sequence[RunHistory], along: Along) -> Chart | None:
+    """Return the chart of the slowest and the fastest rank's own work per step, of runs with several ranks."""
+    slowest = _lines(runs, along, "slowest", lambda run: [(at, slow.seconds) for at, slow, _ in run.rank_times])
+    fastest = _lines(runs, along, "fastest", lambda run: [(at, fast.seconds) for at, _, fast in run.rank_times])
+    lines = slowest + fastest
+    title = "Own work of a rank, seconds per step"
+    return _chart("ranks", title, along, lines, _upwards(_range(lines, positive=True), TIME), bands=(), height=120)
 
 
 def speeds(runs: Sequence[RunHistory]) -> tuple[BarChart, ...]:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.events import SampleEvent, SaveEvent, StageEvent, TrainEvent, ValidEvent, read_events
+from megatron_style.base.events import (
+    SampleEvent,
+    SaveEvent,
+    StageEvent,
+    TrainEvent,
+    ValidEvent,
+    own_seconds,
+    read_events,
+)
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
 
@@ -39,6 +47,14 @@ class StageOpening:
 
 
 @dataclass(frozen=True)
+class RankTime:
+    """The seconds of a rank's own work per step, without waiting for others."""
+
+    rank: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Trained:
     at: Place
     loss: float | None
@@ -47,6 +63,9 @@ class Trained:
     tokens_per_second: float | None
     stage_seconds: float | None
     memory_bytes: float | None
+    by_source: Mapping[str, float]  # losses of the sources of a blend
+    slowest: RankTime | None = None
+    fastest: RankTime | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -60,6 +79,7 @@ class HeldOut:
     perplexity: float | None
     by_position: tuple[float, ...]
     text_digest: str = ""  # of what the loss was measured on; empty: not recorded
+    name: str = ""  # of the text, if it has one
 
     @property
     def is_finite(self) -> bool:
@@ -88,14 +108,22 @@ class RunHistory:
     settings: tuple[tuple[str, str], ...]  # the run file, one value per key: ("model.layers", "4")
     stages: tuple[StageOpening, ...]
     trained: tuple[Trained, ...]
-    held_out: tuple[HeldOut, ...]
+    held_out: tuple[HeldOut, ...]  # on the main text
     samples: tuple[Sample, ...]
+    named: tuple[HeldOut, ...] = ()  # on all texts that have a name
     saves: tuple[Save, ...] = ()
 
     @property
     def text_digest(self) -> str:
         """Return the digest of the text of its last validation; empty if it was not recorded."""
         return self.held_out[-1].text_digest if self.held_out else ""
+
+    @property
+    def rank_times(self) -> tuple[tuple[Place, RankTime, RankTime], ...]:
+        """Return the slowest and the fastest rank, where they were recorded."""
+        return tuple(
+            (event.at, event.slowest, event.fastest) for event in self.trained if event.slowest and event.fastest
+        )
 
     @property
     def end(self) -> Place:
@@ -126,6 +154,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
     trained = _Thinned(every=-(-_count_lines(metrics) // _MOST_TRAINED))
     held_out: list[HeldOut] = []
     samples: list[Sample] = []
+    named: list[HeldOut] = []
     saves: list[Save] = []
     for event in read_events(metrics):
         match event:
@@ -135,7 +164,9 @@ def read_run(name: str, folder: Path) -> RunHistory:
             case TrainEvent():
                 trained.add(_trained(event))
             case ValidEvent():
-                held_out.append(_held_out(event))
+                found = _held_out(event)
+                held_out += [found] if event.is_main is not False else []
+                named += [found] if found.name else []
             case SampleEvent():
                 samples.append(_sample(event))
             case SaveEvent():
@@ -149,6 +180,7 @@ def read_run(name: str, folder: Path) -> RunHistory:
         trained=tuple(trained.kept),
         held_out=tuple(held_out),
         samples=tuple(samples),
+        named=tuple(named),
         saves=tuple(saves),
     )
 
@@ -204,14 +236,22 @@ def _trained(event: TrainEvent) -> Trained:
         tokens_per_second=_drawable(event.tokens_per_second),
         stage_seconds=_drawable(event.stage_seconds),
         memory_bytes=_finite(event.memory_bytes),
+        by_source={name: _drawable(loss) or 0.0 for name, loss in (event.by_source or {}).items()},
+        slowest=_rank_time(event.slowest_rank, event.slowest),
+        fastest=_rank_time(event.fastest_rank, event.fastest),
     )
+
+
+def _rank_time(rank: int | None, phases: Mapping[str, float] | None) -> RankTime | None:
+    seconds = None if phases is None else _finite(own_seconds(phases))
+    return None if rank is None or seconds is None else RankTime(rank, seconds)
 
 
 def _held_out(event: ValidEvent) -> HeldOut:
     loss = _drawable(event.loss)
     perplexity = _perplexity(loss) if event.perplexity is None else _drawable(event.perplexity)
     by_position = tuple(_drawable(band) or 0.0 for band in event.by_position or ())
-    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "")
+    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "", event.name or "")
 
 
 def _sample(event: SampleEvent) -> Sample:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +51,7 @@ def page(runs: Sequence[RunHistory]) -> str:
     several = len(runs) > 1
     title = tag("h1", text(f"{len(runs)} runs compared" if several else runs[0].name))
     summary = join((_other_texts(runs), runs_table(runs))) if several else _figures(runs[0])
-    parts = [title, summary, _curves(runs), _position(runs), _stages(runs)]
+    parts = [title, summary, _curves(runs), _position(runs), _stages(runs), _ranks(runs)]
     parts += [_matches(runs), _differences(runs)] if several else []
     body = tag("body", tag("main", *parts, _samples(runs), _run_files(runs)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -166,6 +168,29 @@ def _stages(runs: Sequence[RunHistory]) -> Markup:
         return Markup("")
     drawn = (tag("figure", tag("figcaption", text(chart.title)), draw_bars(chart)) for chart in charts.speeds(runs))
     return _section("Stages: speed and memory", tag("div", *drawn, class_="charts small"), stages_table(runs))
+
+
+def _ranks(runs: Sequence[RunHistory]) -> Markup:
+    drawn = (charts.rank_times(runs, along) for along in charts.ALONG)
+    chart = next((chart for chart in drawn if chart is not None), None)
+    if chart is None:
+        return Markup("")
+    words = "Own work is reading and forward passes, in which a rank waits for no other. Dashed: the fastest rank."
+    sentences = (tag("p", text(_straggler(run))) for run in runs if run.rank_times)
+    return _section("Ranks", *sentences, tag("div", _figure(chart), _remark(words), class_="charts"))
+
+
+def _straggler(run: RunHistory) -> str:
+    """Return a sentence about the rank that was the slowest most often."""
+    slowest = Counter(slow.rank for _, slow, _ in run.rank_times)
+    (rank, times), *_ = slowest.most_common(1)
+    ratios = [slow.seconds / fast.seconds for _, slow, fast in run.rank_times if fast.seconds > 0]
+    ratio = f"{statistics.median(ratios):.2f} times" if ratios else "an unknown multiple of"
+    share = times / len(run.rank_times)
+    return (
+        f"{run.name}: rank {rank} was the slowest in {share:.0%} of the records; the own work of the slowest rank took "
+        f"{ratio} the fastest one's, in the median."
+    )
 
 
 def _matches(runs: Sequence[RunHistory]) -> Markup:

@@ -94,7 +94,7 @@ svg .stage .strip ~ text { fill: var(--ink); }
 .line { fill: none; stroke: var(--run); stroke-width: 2; stroke-linecap: round; stroke-linejoin: round;
   vector-effect: non-scaling-stroke; }
 .line.training { stroke-width: 1.2; stroke-opacity: .7; }
-.line.faint { stroke-width: 1.3; stroke-opacity: .5; stroke-dasharray: 4 3; }
+.line.faint, .line.fastest { stroke-width: 1.3; stroke-opacity: .5; stroke-dasharray: 4 3; }
 .mark { fill: var(--run); stroke: var(--ground); stroke-width: 1; } .spot { fill: transparent; }
 .mark:is(.run-5, .run-6, .run-7, .run-8) { fill: var(--ground); stroke: var(--run); stroke-width: 1.5; }
 .mark:hover, .spot:hover { fill: var(--run, var(--ink)); stroke: var(--ink); stroke-width: 1.5; }

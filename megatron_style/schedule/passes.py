@@ -20,17 +20,20 @@ from megatron_style.schedule.unread import Indices, Unread
 
 @dataclass(frozen=True)
 class Reading:
-    """The tokens of some rows in one step: row i reads stream[places[i, :lengths[i]]]."""
+    """The tokens of some rows in one step: row i reads places[i, :lengths[i]] of the stream of its source."""
 
     places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
     lengths: Indices  # [rows]
-    stretches: Indices  # [rows]: the token at which the contiguous text begins in which each row begins
+    sources: Indices  # [rows]; numbers in the order of data.train
+    stretches: Indices  # [rows]: the token at which the contiguous unread text begins in which the segment begins
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
+    """A pass over one source."""
+
     unread: Unread
-    rows: int  # over all data-parallel ranks
+    rows: int  # of this source, over all data-parallel ranks
     segment_length: int
 
     @property
@@ -63,12 +66,16 @@ class Pass(ABC):
         """Return the tokens of all rows in this turn."""
         return int(self._lengths(turn).sum())
 
-    def read(self, turn: int, rows: Indices) -> Reading:
-        width = int(self._lengths(turn).max())  # over all rows, so that it is the same on every rank
+    def width(self, turn: int) -> int:
+        """Return the length of the longest segment of all rows."""
+        return int(self._lengths(turn).max())
+
+    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices, Indices]:
+        """Return the places, lengths and stretches of the rows' segments; see `Reading`."""
         firsts, lengths = self.extent(turn, rows)
         offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
         places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
-        return Reading(self.unread.in_stream(places), lengths, self.unread.stretches_of(places[:, 0]))
+        return self.unread.in_stream(places), lengths, self.unread.stretches_of(places[:, 0])
 
     def _lengths(self, turn: int) -> Indices:
         return self.extent(turn, np.arange(self.rows))[1]
@@ -125,7 +132,9 @@ class ShuffledSegments(Pass):
     def tokens_before(self, turn: int) -> int:
         """Return the tokens of the turns before this one. All segments are full but the text's last, which may be read
         at any turn."""
-        read = min(turn * self.rows, self._segments)
+        if turn == 0 or turn >= self.steps:  # no order is needed, which takes long to make
+            return self.unread.tokens if turn else 0
+        read = turn * self.rows
         missing = self._segments * self.segment_length - self.unread.tokens
         return read * self.segment_length - (missing if self._order.place_of_last < read else 0)
 

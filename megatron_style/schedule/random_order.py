@@ -7,6 +7,7 @@ all over the text, memory is bounded by a group and the list of strips, and what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -83,6 +84,12 @@ class RandomOrder:
         return self.count > self.group
 
 
-@lru_cache(maxsize=2)  # a run reads one group after the other, and a step may cross into the next
 def _permutation(key: tuple[int, ...], count: int) -> Indices:
-    return np.random.default_rng(key).permutation(count)
+    return _permutations_of(key[0])(key[1:], count)
+
+
+@lru_cache
+def _permutations_of(text: int) -> Callable[[tuple[int, ...], int], Indices]:
+    """Return a cache for each text, because a step reads all sources of a blend. A run reads one group of a text after
+    the other, and a step may cross into the next."""
+    return lru_cache(maxsize=2)(lambda key, count: np.random.default_rng((text, *key)).permutation(count))

@@ -36,9 +36,9 @@ def export_and_die(run: RunConfig, at: int) -> int:
             if seen == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def watched_export(*args: Any) -> None:
+    def watched_export(*args: Any, is_first: bool) -> None:
         sys.addaudithook(count)
-        export(*args)
+        export(*args, is_first=is_first)
 
     with patch("megatron_style.train.export", watched_export):
         train(run)

@@ -286,6 +286,17 @@ def test_a_checkpoint_of_something_else_is_refused(
         on_ranks(make_run(folder, steps=12, **change), 1)
 
 
+def test_a_shortened_compressed_memory_is_refused(folder: Path) -> None:
+    """Its caches would have slots that this model has not."""
+    memory = {"compressed": 4, "rate": 2}
+    on_ranks(make_run(folder, steps=12, model={"memory": memory}), 1, halt_after=3)
+    shortened = make_run(folder, steps=12, model={"memory": memory | {"compressed": 2}})
+    with pytest.raises(
+        Exception, match=r"another model: its model.memory is .*'compressed': 4.*, not .*'compressed': 2"
+    ):
+        on_ranks(shortened, 1)
+
+
 def test_a_checkpoint_of_another_format_is_refused(folder: Path, stopped: Stopped) -> None:
     run = stopped(folder, 3)
     path = run.output.path / "checkpoints" / "global_step3" / "manifest.json"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Cluster, cluster, why_not
+from tests.support.launch import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +19,16 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     yield from _hosts(tmp_path_factory, 4)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A root of its own: the user's own `.deepspeed_env` lies in the real one."""
+    root = tmp_path / "project"
+    root.mkdir()
+    for name in ("launch", "megatron_style", ".venv"):
+        (root / name).symlink_to(ROOT / name)
+    return root
 
 
 def _hosts(tmp_path_factory: pytest.TempPathFactory, count: int) -> Iterator[Cluster]:

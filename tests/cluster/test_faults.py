@@ -1,4 +1,4 @@
-"""Faults of a cluster during a supervised run: it ends with the losses of an undisturbed run."""
+"""Faults of a cluster during a supervised run: it ends with the losses of an undisturbed run, and shows no secret."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,13 +17,16 @@ import pytest
 from megatron_style.config.run import RunConfig
 from megatron_style.supervision.record import RankRecord, read_records
 from tests.cluster.hosts import Cluster
+from tests.support.observed import ranks_with, shown_to_everybody
 from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 pytestmark = pytest.mark.slow
 STEPS = 160
-TIMEOUT = 5.0  # seconds without a heartbeat after which a rank is lost
-SUPERVISE = ("launch/supervise.sh", "--pause", "0.2s", "--retries", "6", "--hostfile")
+TIMEOUT = 2.5  # seconds without a heartbeat after which a rank is lost
+FLAGS = ("--pause", "0.2s", "--retries", "6", "--hostfile")
+SECRET = uuid.uuid4().hex
+VARIABLE = f"WANDB_API_KEY={SECRET}"
 
 
 def kill_a_rank(hosts: Cluster, folder: Path) -> None:
@@ -31,16 +35,16 @@ def kill_a_rank(hosts: Cluster, folder: Path) -> None:
 
 
 def kill_the_ssh_server_and_the_ranks(hosts: Cluster, folder: Path) -> None:
-    """All that answers on a host, as when it starts anew; it comes back after a while."""
+    """All that answers on a host, as when it starts anew; it comes back before the others have noticed."""
     silence(hosts)
-    time.sleep(3)
+    time.sleep(1)
     hosts.start_ssh("node2")
 
 
 def cut_the_link(hosts: Cluster, folder: Path) -> None:
     """For longer than a silent rank is waited for: the heartbeat does not need the link."""
     hosts.plug("node2", "down")
-    time.sleep(TIMEOUT + 1)  # TCP tries again after 6.2 s, then after 12.6 s
+    time.sleep(TIMEOUT + 0.4)  # TCP tries again after 3.0 s, then after 6.2 s
     hosts.plug("node2", "up")
 
 
@@ -66,20 +70,20 @@ FAULTS: dict[str, Callable[[Cluster, Path], None]] = {
 }
 
 
-def test_a_run_that_meets_every_fault_equals_one_that_meets_none(two_hosts: Cluster) -> None:
-    expect_undisturbed_losses(two_hosts, "all", list(FAULTS))
+def test_a_run_that_meets_every_fault_equals_one_that_meets_none(two_hosts: Cluster, project: Path) -> None:
+    expect_undisturbed_losses(two_hosts, project, list(FAULTS))
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_that_meets_one_fault_equals_one_that_meets_none(two_hosts: Cluster, fault: str) -> None:
-    expect_undisturbed_losses(two_hosts, fault, [fault])
+def test_a_run_that_meets_one_fault_equals_one_that_meets_none(two_hosts: Cluster, project: Path, fault: str) -> None:
+    expect_undisturbed_losses(two_hosts, project, [fault])
 
 
-def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Cluster) -> None:
+def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Cluster, project: Path) -> None:
     folder = two_hosts.disk / "fewer"
     run = write_run(folder, "run")
-    with supervised(two_hosts, folder) as supervisor:
+    with supervised(two_hosts, project, folder) as supervisor:
         wait_for_step(folder, 20, supervisor)
         silence(two_hosts)
         try:
@@ -96,19 +100,26 @@ def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Clus
     assert {record.host for record in ranks(folder) if record.phase == "ended"} == {"node1"}
 
 
-def expect_undisturbed_losses(hosts: Cluster, name: str, faults: list[str]) -> None:
-    folder = hosts.disk / name
+def expect_undisturbed_losses(hosts: Cluster, project: Path, faults: list[str]) -> None:
+    folder = hosts.disk / "-".join(faults)
     whole, run = write_run(folder, "whole"), write_run(folder, "run")
     on_ranks(whole, 2)
-    with supervised(hosts, folder) as supervisor:
+    (project / ".deepspeed_env").write_text(f"{VARIABLE}\n")
+    informed: set[str] = set()
+    with supervised(hosts, project, folder) as supervisor:
         for number, fault in enumerate(faults):
             wait_for_step(folder, 15 + number * (STEPS - 40) // len(faults), supervisor)
+            informed |= ranks_with(VARIABLE)
+            assert not [line for line in shown_to_everybody() if SECRET in line]
             before = {record.launch for record in ranks(folder)}
             FAULTS[fault](hosts, folder)
             if fault != "link":  # which a run survives
                 wait_for_launch(folder, before, supervisor)
         assert supervisor.wait(180) == 0, told(folder)
+    assert "launcher: deepspeed; processes: 2; hosts: 2" in told(folder)
     assert f"finished at step {STEPS}" in told(folder)
+    assert informed == {"0", "1"}
+    assert SECRET not in told(folder)
     expect_bitwise(run, whole)
     for host in hosts.names:
         assert "python" not in hosts.run("ps", "ax", "-o", "comm=", host=host).stdout
@@ -142,8 +153,9 @@ def write_run(folder: Path, name: str) -> RunConfig:
 
 
 @contextmanager
-def supervised(hosts: Cluster, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = hosts.start(*SUPERVISE, hosts.hostfile(), folder / "run.yaml", told=said_in(folder))
+def supervised(hosts: Cluster, project: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    script = project / "launch" / "supervise.sh"
+    process = hosts.start(script, *FLAGS, hosts.hostfile(), folder / "run.yaml", told=said_in(folder))
     try:
         yield process
     finally:

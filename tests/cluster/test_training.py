@@ -13,31 +13,23 @@ from megatron_style.config.run import load_run
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.cluster.hosts import Cluster
-from tests.support.launch import ROOT
 from tests.support.observed import held_folders, ranks_with, shown_to_everybody
 from tests.support.small_run import losses, write_small_run
 
 pytestmark = pytest.mark.slow
+MORE_CASES = [
+    ("supervise.sh --hostfile", 2, 1),  # test_faults.py has a longer run of it
+    ("multi_node.sh", 2, 1),
+    ("mpi.sh", 4, 1),
+    ("multi_node.sh", 4, 2),
+    ("mpi.sh", 4, 2),
+]
 LAUNCHERS = {"multi_node.sh": "deepspeed", "mpi.sh": "mpirun", "supervise.sh --hostfile": "deepspeed"}
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A root of its own: the user's own `.deepspeed_env` lies in the real one."""
-    root = tmp_path / "project"
-    root.mkdir()
-    for name in ("launch", "megatron_style", ".venv"):
-        (root / name).symlink_to(ROOT / name)
-    return root
 
 
 @pytest.mark.parametrize(
     ("script", "count", "slots"),
-    [("multi_node.sh", 4, 1), ("mpi.sh", 2, 1), ("supervise.sh --hostfile", 2, 1)]
-    + [
-        pytest.param(*case, marks=pytest.mark.sweep)
-        for case in (("multi_node.sh", 2, 1), ("mpi.sh", 4, 1), ("multi_node.sh", 4, 2), ("mpi.sh", 4, 2))
-    ],
+    [("multi_node.sh", 4, 1), ("mpi.sh", 2, 1)] + [pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_CASES],
 )
 def test_several_hosts_train_what_one_host_trains_and_show_no_secret(
     request: pytest.FixtureRequest, script: str, count: int, slots: int, project: Path

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_style.config.run import RunConfig
+from megatron_style.config.run import NAME, RunConfig
 from megatron_style.config.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,10 @@ would use them. An unknown key or a value of another type is refused by name. Ex
 """
 _PLAIN: Mapping[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _BOUNDS: Mapping[type, tuple[str, str]] = {Gt: ("gt", ">"), Ge: ("ge", "≥"), Lt: ("lt", "<"), Le: ("le", "≤")}
+_PATTERNS = {
+    r"^\d+(\.\d+)?[smh]$": " with a unit: s, m or h",
+    f"^{NAME}$": " of letters, digits, `_`, `.`, `+` and `-`",
+}
 _LARGEST = 10_000  # upper bounds above it only protect from files of strangers
 
 
@@ -85,8 +89,10 @@ def comments(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    kinds = (annotation, *get_args(annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section_in(each) for each in get_args(annotation))
+    return next((section for section in inner if section is not None), None)
 
 
 def _kind(field: FieldInfo) -> str:
@@ -102,6 +108,8 @@ def _named(annotation: Any) -> str:
         return ", ".join(f"`{each}`" for each in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_named(each) for each in arguments)
+    if origin is dict:
+        return f"mapping of names to {_plural(arguments[1])}"
     if origin is tuple:
         return f"list of {_plural(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -118,8 +126,8 @@ def _plural(annotation: Any) -> str:
 def _limits(metadata: Any) -> str:
     found = ""
     for each in metadata:
-        if getattr(each, "pattern", None) is not None:
-            return " with a unit: s, m or h"
+        if (pattern := getattr(each, "pattern", None)) is not None:
+            return _PATTERNS[pattern]
         for kind, (attribute, sign) in _BOUNDS.items():
             if isinstance(each, kind) and getattr(each, attribute) < _LARGEST:
                 found += f"{',' if found else ''} {sign} {getattr(each, attribute)}"

@@ -80,7 +80,7 @@ def test_wikitext_runs_have_the_papers_updates(name: str, opens: list[int]) -> N
     assert schedule.total_steps == PAPER_UPDATES
     assert first_steps(schedule) == opens
     assert schedule.plan(0).tokens == PAPER_RANKS * 9216
-    assert schedule.plan(PAPER_UPDATES - 1).epoch == 204  # the 205th
+    assert schedule.plan(PAPER_UPDATES - 1).blend.epochs == (204,)  # the 205th
 
 
 def test_a_hundred_epochs_are_140_100_updates() -> None:

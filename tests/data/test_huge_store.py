@@ -32,9 +32,9 @@ rank = int(sys.argv[2])
 run = load_run(Path(sys.argv[1]))
 before = peak()
 corpus = open_corpus(run.data, check_ids=rank == 0)
-schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=4)
+schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=4)
 plan = schedule.plan(schedule.total_steps - 2)
-batch = read_batch(corpus.train.tokens, plan.read(data_rank=rank, micro=0), eos=corpus.eos)
+batch = read_batch([corpus.train[0].tokens], plan.read(data_rank=rank, micro=0), eos=corpus.eos)
 assert batch.inputs.shape[1] == 128 and plan.tokens == 4 * 9216
 print(peak() - before)
 """

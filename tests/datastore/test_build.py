@@ -140,7 +140,7 @@ def test_what_is_built_is_not_built_again(folder: Path) -> None:
 
 
 def test_a_large_text_is_cut_into_lanes(folder: Path) -> None:
-    with patch("megatron_style.neighbours.TOKENS_PER_LANE", 20):
+    with patch("megatron_style.datastore.build.TOKENS_PER_LANE", 20):
         assert build(folder).code == 0
     assert open_datastore(folder / "store").manifest.walk["lanes"] == TRAIN // 20
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_style.plan import main
+from tests.support.blends import blend_in, write_blend
 from tests.support.small_run import write_small_run
 from tests.support.tiny import Done, content, expect_refusal, run_here
 
@@ -228,3 +229,17 @@ def test_a_run_that_cannot_calibrate(tmp_path: Path) -> None:
         before = content(tmp_path)
         expect_refusal(run_here(main, path, "--calibrate", folder), words)
         assert content(tmp_path) == before
+
+
+def test_the_plan_of_a_blend_shows_its_shares(tmp_path: Path) -> None:
+    path = write_small_run(tmp_path, ranks=2)
+    write_blend(tmp_path)
+    blend = f"data.train={json.dumps(blend_in(tmp_path))}"
+    done = run_here(main, path, "--gpus", "2", "--set", blend)
+    assert done.code == 0, done.err
+    assert "24 rows: news 16 (66.7%; wanted 66.7%), books 8 (33.3%; wanted 33.3%)" in done.out
+    assert json.loads(run_here(main, path, "--gpus", "2", "--set", blend, "--json").out)["blend"][1].startswith(
+        "8 rows"
+    )
+    none = run_here(main, path, "--gpus", "2", "--set", blend, "--set", "data.train.1.weight=0.01")
+    expect_refusal(none, "stages.0: data.train: 'books' would get none of the 24 rows of an update")

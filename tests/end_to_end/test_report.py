@@ -72,6 +72,13 @@ def test_a_run_becomes_a_page_with_its_numbers_charts_text_and_settings(tmp_path
     assert page.charts == {f"{name}-by-{along}" for name in CURVES for along in ("tokens", "time", "flops")} | OTHERS
 
 
+def test_a_run_with_several_ranks_names_the_one_that_was_slow(tmp_path: Path) -> None:
+    page = page_of(tmp_path, write_run(tmp_path / "shared", replace(SMALL, slow_rank=5)))
+    assert "ranks-by-tokens" in page.charts
+    assert "shared: rank 5 was the slowest in 100% of the records" in page.text
+    assert re.search(r"took 1\.(8|9)\d times the fastest one's", page.text)
+
+
 def test_the_page_loads_nothing(tmp_path: Path) -> None:
     page = page_of(tmp_path, write_run(tmp_path / "first", SMALL), write_run(tmp_path / "second", SMALL))
     assert not {"script", "link", "img", "iframe", "object", "embed", "image"} & set(page.tags)

@@ -108,6 +108,8 @@ def test_a_script_listens_on_loopback_and_hands_a_signal_to_the_run(tmp_path: Pa
     if name not in ON_SEVERAL_HOSTS:
         expect_loopback(sockets, name)
     assert ("scontrol requeue 7" in told(tmp_path)) is (name in ON_SEVERAL_HOSTS)
+    assert told(tmp_path).count("stage 1 is done") == 1  # one rank speaks
+    assert not set(told(tmp_path)) & {"\r", "\x1b"}  # a file is no terminal
 
 
 def expect_loopback(sockets: set[tuple[str, str]], name: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_style.config.run import RunConfig
+from megatron_style.config.run import RunConfig, load_run
 from tests.support.boards import expect_points
 from tests.support.launch import ROOT, free_port, plain_environment
 from tests.support.resuming import final_state, make_run, metrics, on_ranks
@@ -27,12 +27,13 @@ from tests.support.training import write_corpus, write_ds_config
 pytestmark = pytest.mark.slow
 
 
-def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
+def test_two_ranks_under_the_launcher_train_what_one_trains_and_show_one_bar(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=2)
+    ds_config = write_ds_config(tmp_path, zero_optimization={"stage": 1})
     deepspeed = Path(sys.executable).with_name("deepspeed")
     words = [deepspeed, "--num_accelerators", 2, "--master_port", free_port(), "--module", "megatron_style.train"]
     screen = Screen()
-    screen.feed(on_a_terminal([*words, run_file], columns=150))
+    screen.feed(on_a_terminal([*words, run_file, "--deepspeed_config", ds_config], columns=150))
     bars = [line for line in screen.seen if "tokens/s" in line]
     steps = [line.split()[3] for line in bars]  # stage 1/2  step 3/4
     assert [step for step, before in zip(steps, ["", *steps], strict=False) if step != before] == [
@@ -45,6 +46,12 @@ def test_two_ranks_under_the_launcher_show_one_bar(tmp_path: Path) -> None:
     lines = [line.split(",")[0] for line in kept.splitlines() if "tokens/s" in line]
     assert lines == [f"step {n}/4" for n in range(1, 5)]
     assert not set(kept) & {"\r", "\x1b"}
+    one = load_run(write_small_run(tmp_path / "one", ranks=1))
+    on_ranks(one, 1)
+    two = load_run(run_file)
+    for key in ("loss", "grad_norm"):
+        found = [line[key] for line in metrics(two)]
+        np.testing.assert_allclose(found, [line[key] for line in metrics(one)], rtol=1e-5)
 
 
 def test_a_run_killed_in_the_middle_has_each_step_once(folder: Path) -> None:

@@ -52,7 +52,7 @@ def one_update(run: RunConfig, how: str) -> tuple[dict[str, Tensor], dict[str, T
     """Return the centroids before and after an update, the tally of all ranks, and whether they were moved."""
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         before = engine.full_buffers()
         accumulate_gradients(engine, corpus, schedule.plan(0), (), topology, run.seed)

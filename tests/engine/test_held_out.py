@@ -31,11 +31,11 @@ def evaluated(run: RunConfig) -> tuple[HeldOut, int]:
     """Return the result of an evaluation, and the number of passes that this rank has made for it."""
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         counts: Counter[str] = Counter()
         engine.model.register_forward_pre_hook(lambda *_: counts.update(passes=1))
-        found = held_out(engine.model, corpus, run.output, schedule.stages[-1], topology.data)
+        found = held_out(engine.model, corpus, corpus.main_valid, run.output, schedule.stages[-1], topology.data)
         return found, counts["passes"]
 
 

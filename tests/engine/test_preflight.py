@@ -26,7 +26,7 @@ def peaks(run: RunConfig) -> tuple[int, int]:
     """Bytes of tensors at the peak of the preflight, and of steps 2 and 3."""
     with LiveBytes() as live, distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         gc.collect()  # what waits for it would be counted by chance
         live.mark()

@@ -23,7 +23,7 @@ from megatron_style.parallel.randomness import Noise, replicated_dropout, seed_s
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.runs import tiny_run
-from tests.support.training import VOCAB_SIZE, History, train_on, write_corpus, write_ds_config
+from tests.support.training import VOCAB_SIZE, History, full_weights, train_on, write_corpus, write_ds_config
 
 pytestmark = pytest.mark.slow
 STAGES = [{"segment_length": 8, "steps": 3}, {"segment_length": 24, "steps": 3}]
@@ -56,7 +56,7 @@ class Trainer:
     def __init__(self, run: RunConfig, topology: Topology) -> None:
         self.run, self.topology = run, topology
         self.corpus = open_corpus(run.data)
-        self.schedule = StageSchedule(run, corpus_tokens=len(self.corpus.train), data_parallel=topology.data.size)
+        self.schedule = StageSchedule(run, corpus_tokens=self.corpus.train_tokens, data_parallel=topology.data.size)
         self.engine: TrainingEngine = build_engine(run, self.schedule, self.corpus.vocab_size, topology)
         self.caches: tuple[Memory, ...] = ()
 
@@ -82,7 +82,7 @@ class Trainer:
             for name, value in values.items()
             if isinstance(value, torch.Tensor)
         }
-        state |= self.engine.full_weights()
+        state |= full_weights(self.engine)
         state |= {f"cache {m} {n}": x for m, cache in enumerate(self.caches) for n, x in enumerate(cache.layers)}
         return {name: value.detach().float().numpy().tobytes() for name, value in state.items()}
 

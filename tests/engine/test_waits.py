@@ -61,7 +61,7 @@ def count_waits(run: RunConfig) -> list[Counter[str]]:
     """Of a step that is not shown, and of one that is."""
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         stop = StopRequest(StopSignals(), after_seconds=3600.0, device=engine.device)
         caches: tuple[Memory, ...] = ()

@@ -61,7 +61,7 @@ def test_the_tokenizer_travels_along(tmp_path: Path) -> None:
         assert loaded.encode("w3 w1 some") == tokenizer.encode("w3 w1 some")
 
 
-def full_disk(*_: object) -> NoReturn:
+def full_disk(*_: object, **__: object) -> NoReturn:
     raise OSError(28, "No space left on device")
 
 

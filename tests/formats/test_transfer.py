@@ -28,7 +28,7 @@ def source(tmp_path: Path) -> ModelSource:
     return model_folder.read(tmp_path / "model")
 
 
-def slightly_wrong(path: Path, source: ModelSource) -> None:
+def slightly_wrong(path: Path, source: ModelSource, **_: int) -> None:
     """One weight of the output is off by a little."""
 
     def weight(name: str) -> torch.Tensor:

@@ -97,11 +97,13 @@ def test_the_sample_of_a_validation_is_spelled(words: int | None) -> None:
     tokenizer = tiny_dictionary(words) if words else None
     valid = SimpleNamespace(tokens=tokens)
     digest = "of the text"
-    plain = SimpleNamespace(valid=valid, tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest)
+    plain = SimpleNamespace(
+        valid={"": valid}, main_valid="", tokenizer=tokenizer, eos=EOS, held_out_digest=lambda _: digest
+    )
     corpus = cast(Corpus, plain)
     output = OutputConfig(path=Path("run"), sample_tokens=7)
     stage = Stage(0, segment_length=6, cache_length=6, rows=1, micro_rows=1)
-    found = held_out(model, corpus, output, stage, Axis())
+    found = held_out(model, corpus, "", output, stage, Axis())
     prompt = tokens[:16].tolist()
     written = continue_greedily(model, [EOS, *prompt], 7, segment_length=6, cache_length=6)
     for text, ids in ((found.prompt, prompt), (found.text, written)):

@@ -21,6 +21,7 @@ from megatron_style.journal import metrics_file as metrics
 from megatron_style.journal.journal import Journal
 from megatron_style.journal.tensorboard import code_block
 from megatron_style.journal.work import _NAMES, FlopCounter, peak_flops
+from megatron_style.parallel.phase_times import PhaseTimes
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.hardware import GPUS
 from megatron_style.planning.timing import training_flops_per_token
@@ -56,7 +57,7 @@ class Driver:
         self.run, self.schedule, self.told = run, schedule_of(run), list[dict[str, float]]()
         engine = SimpleNamespace(
             model=SimpleNamespace(vocab_size=VOCAB_SIZE), device=torch.device("cpu"), dtype=torch.float32,
-            zero_stage=0, log_to_monitors=self.told.append,
+            zero_stage=0, log_to_monitors=self.told.append, times=PhaseTimes(torch.device("cpu")),
         )  # fmt: skip
         self.step = first_step
         self.journal = Journal(run, self.schedule, cast(TrainingEngine, engine), Topology(), first_step=first_step)

@@ -25,6 +25,7 @@ from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.sharding import initialise, layout_of, shard
 from megatron_style.parallel.topology import Axis, Topology
+from megatron_style.rehearsal.live_bytes import bytes_of
 from tests.support.models import MODELS, model_config
 from tests.support.tiny import weights_of
 
@@ -58,7 +59,7 @@ def outputs_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> It
     for start in range(0, ids.shape[1] - 1, length):
         inputs = ids[:, start : start + length]
         targets = ids[:, start + 1 : start + length + 1]
-        output = model(inputs[:, : targets.shape[1]], targets, memory)
+        output = model(inputs[:, : targets.shape[1]], targets, memory, key=True)
         memory = output.memory
         yield output
 
@@ -68,11 +69,13 @@ def losses_of(model: Shortformer, ids: Tensor, config: ModelFolderConfig) -> Ten
     return torch.cat([output.nll for output in outputs_of(model, ids, config)], 1)
 
 
-def training_loss(model: Shortformer, config: ModelFolderConfig) -> Tensor:
-    """Return the mean of the losses that training adds up, over three segments and a short one."""
+def trained(model: Shortformer, config: ModelFolderConfig) -> tuple[Tensor, Output]:
+    """Return the mean of the losses that training adds up, over three segments and a short one, and what the model
+    makes of the third."""
     ids = text_of(config, 3 * config.segment_length + 4)
     outputs = list(outputs_of(model, ids, config))
-    return torch.stack([output.nll.mean() + sum(output.auxiliary.values()) for output in outputs]).mean()
+    losses = [output.nll.mean() + sum(output.auxiliary.values()) for output in outputs]
+    return torch.stack(losses).mean(), outputs[2]
 
 
 def can_decode(name: str) -> bool:
@@ -102,7 +105,7 @@ def test_the_table_of_shapes_is_the_models(name: str) -> None:
     assert found == {path: shape.shape for path, shape in parameters(config.model, config.vocab_size).items()}
 
 
-WAYS = {  # of using so many tensor-parallel ranks: recompute, sequence parallelism
+WAYS = {  # by the number of tensor-parallel ranks: recompute, sequence parallelism
     1: [(True, False), (False, True)],
     2: [(False, False), (True, True)],
     4: [(True, False), (False, True)],
@@ -115,13 +118,16 @@ def divisible(name: str) -> ModelFolderConfig:
     return config.model_copy(update={"segment_length": 8, "cache_length": 8 if config.model.cache else 0})
 
 
-def expect_same(name: str, loss: Tensor, gradients: dict[str, Tensor]) -> None:
+def expect_same(name: str, loss: Tensor, gradients: dict[str, Tensor], key: Tensor, remembered: int) -> None:
     axis = Topology.of_world(tensor=dist.get_world_size()).tensor
     for recompute, sequence in WAYS[axis.size]:
         model = build(name, axis, recompute=recompute, sequence=sequence)
-        mine = training_loss(model, divisible(name))
+        mine, third = trained(model, divisible(name))
         mine.backward()
         expect_close(model, mine.detach(), loss, gradients)
+        if axis.size > 1:  # the bytes of storages: a view would keep more than its share
+            assert bytes_of(third.memory.layers) * axis.size == remembered
+        torch.testing.assert_close(third.key, key, rtol=1e-9, atol=1e-9)
 
 
 def expect_close(model: Shortformer, mine: Tensor, loss: Tensor, gradients: dict[str, Tensor]) -> None:
@@ -139,11 +145,13 @@ def expect_close(model: Shortformer, mine: Tensor, loss: Tensor, gradients: dict
 @pytest.mark.parametrize("world", WAYS)
 def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int) -> None:
     model = build(name)
-    loss = training_loss(model, divisible(name))
+    loss, third = trained(model, divisible(name))
     loss.backward()
     gradients = {path: param.grad for path, param in model.named_parameters()}
     assert all(grad is not None and grad.abs().max() > 0 for path, grad in gradients.items() if "key.bias" not in path)
-    run_ranks(world, expect_same, name, loss.detach(), gradients)
+    assert third.key is not None
+    remembered = sum(layer.nbytes for layer in third.memory.layers)
+    run_ranks(world, expect_same, name, loss.detach(), gradients, third.key.detach(), remembered)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if can_decode(name)])

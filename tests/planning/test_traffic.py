@@ -82,7 +82,7 @@ class SentMessages(TorchDispatchMode):
 def sent_in_a_step(run: RunConfig) -> Sent:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         caches: Any = ()
         for step in range(4):  # the caches are empty in the first, and ZeRO 3 learns anew what follows what

@@ -95,8 +95,11 @@ def test_the_same_holds_for_what_is_split(case: Case, cache: str, tmp_path: Path
     """A meter of a CPU counts the caches on the host, too; that of the rehearsal does not."""
     run = small_run(tmp_path, case, parallel={"sequence": True, "cache": cache})
     (stage,) = in_child(_rehearse, run, 4, 3).stages
-    on_host = 2 * 3 * TOKENS * 128 // 2 * 2 if cache == "host" else 0  # old and new, layers, hidden / 2 ranks, bytes
-    assert stage.peak == pytest.approx(measure_step(4, run, rank=3).total - on_host, rel=0.03)
+    of_micro_batch = 3 * TOKENS // 2 * 128 // 2 * 2  # layers, tokens, features of a rank, bytes
+    on_host = 3 * of_micro_batch if cache == "host" else 0  # both old ones, and the first new one
+    assert stage.peak == pytest.approx(
+        measure_step(4, run, rank=3).total - on_host, rel=0.03 if case.zero == 3 else 0.001
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.reporting.charts import ALONG, by_position, curves, speeds
+from megatron_style.reporting.charts import ALONG, by_position, curves, rank_times, speeds
 from megatron_style.reporting.history import RunHistory, read_run
 from megatron_style.reporting.svg import Chart
 from tests.support.written_runs import BASELINE, LONG, SHORTFORMER, WrittenRun, write_run
@@ -68,3 +68,16 @@ def test_bars_stand_by_segment_length_and_in_the_order_of_runs(runs: tuple[RunHi
             "L=64": ["c"], "L=128": ["a", "c"], "L=512": ["a", "b"], "L=1024": ["c"],
         }  # fmt: skip
         assert [group.label for group in chart.groups] == ["L=64", "L=128", "L=512", "L=1024"]
+
+
+def test_a_run_with_several_ranks_shows_the_slowest_and_the_fastest(tmp_path: Path) -> None:
+    alone = history(tmp_path, "alone", SHORTFORMER)
+    shared = history(tmp_path, "shared", replace(SHORTFORMER, slow_rank=5))
+    assert rank_times([alone], TOKENS) is None
+    chart = rank_times([alone, shared], TOKENS)
+    assert chart is not None
+    assert [line.name for line in chart.lines] == ["shared, slowest", "shared, fastest"]
+    slowest, fastest = chart.lines
+    assert all(0.2 <= point.y <= 0.22 for point in slowest.points)
+    assert [point.y for point in fastest.points] == pytest.approx([0.11] * len(slowest.points))
+    assert len(slowest.points) == len(shared.trained)

@@ -82,7 +82,7 @@ def test_stages_of_a_huge_text_lose_and_repeat_nothing(
         schedule = StageSchedule(run, corpus_tokens=tokens, data_parallel=data_parallel)
         assert schedule.tokens_before(schedule.total_steps) == tokens
         for stretch in schedule._stretches:
-            unread = stretch.reading_pass.unread
+            unread = stretch.blend.parts[0].reading_pass.unread
             assert (unread.stops[:-1] <= unread.starts[1:]).all()
             assert unread.tokens == tokens - schedule.tokens_before(stretch.first_step)
         step = data.draw(st.integers(0, schedule.total_steps - 1))
@@ -105,3 +105,37 @@ def test_the_first_plan_of_a_huge_text_takes_little_memory(cache: bool) -> None:
         tracemalloc.stop()
     assert reading.places.shape[1] == 128
     assert peak < 120e6
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_blend_of_a_huge_text_and_a_small_one_takes_little_memory(cache: bool) -> None:
+    """Of every epoch that the small one begins, the other holds nothing."""
+    sources = [{"path": f"{name}/train", "weight": 1} for name in ("small", "huge")]
+    run = tiny_run(
+        stages=[{"segment_length": 512, "tokens": HUGE}], tokens_per_batch=9216, cache=cache, data={"train": sources}
+    )
+    tracemalloc.start()
+    try:
+        schedule = StageSchedule(run, corpus_tokens=(10**9, HUGE), data_parallel=8)
+        reading = schedule.plan(schedule.total_steps // 2).read(data_rank=7, micro=0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert schedule.plan(schedule.total_steps - 1).blend.epochs == (499, 0)
+    assert set(reading.sources) == {1}
+    assert peak < 250e6
+
+
+def test_every_source_of_a_blend_keeps_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step reads all sources: none may drop the order of another, which takes long to make."""
+    sources = [{"path": f"{name}/train", "weight": 1} for name in "abcd"]
+    run = tiny_run(stages=[{"segment_length": 2, "steps": 9}], cache=False, data={"train": sources}, seed=271828)
+    schedule = StageSchedule(run, corpus_tokens=(900, 901, 902, 903), data_parallel=1)
+    made = []
+    rng = np.random.default_rng
+    monkeypatch.setattr(
+        "megatron_style.schedule.random_order.np.random.default_rng", lambda key: made.append(key) or rng(key)
+    )
+    for step in range(9):
+        schedule.plan(step).read(data_rank=0, micro=0)
+    assert len(made) == len(set(made)) <= 4

@@ -57,7 +57,7 @@ def check_exactly_once(run: RunConfig, corpus_tokens: int, data_parallel: int) -
         plan = schedule.plan(step)
         places = trained_places(plan, data_parallel)
         assert len(places) == plan.tokens > 0
-        np.add.at(times_read.setdefault(plan.epoch, np.zeros(corpus_tokens, int)), places, 1)
+        np.add.at(times_read.setdefault(plan.blend.epochs[0], np.zeros(corpus_tokens, int)), places, 1)
     *complete, last = (times_read[epoch] for epoch in sorted(times_read))
     assert all((times == 1).all() for times in complete)
     assert last.max() == 1  # the last epoch may be cut short by the end of the run, but nothing is read twice
@@ -77,7 +77,7 @@ def test_stages_last_as_long_as_they_say(case: tuple[RunConfig, int, int]) -> No
             *but_last, last = (plan.tokens for plan in mine)
             assert sum(but_last) < extent.tokens <= sum(but_last) + last
         if extent.epochs:
-            assert len({plan.epoch for plan in mine}) == extent.epochs
+            assert len({plan.blend.epochs[0] for plan in mine}) == extent.epochs
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 4])

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import xxhash
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.model_files import INDEX
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE as MANIFEST
 from megatron_style.checkpoint.manifest import Damaged, read_manifest
@@ -264,6 +265,12 @@ def model_config(folder: Path) -> Target:
     return _target(folder, ["config.json"], lambda file: _use(file.parent))
 
 
+def shards(folder: Path) -> Target:
+    """A model folder in several files with an index."""
+    model_folder.write(folder / "model", _trained_model(), shard_bytes=4000)
+    return _target(folder, [INDEX], lambda file: _use(file.parent))
+
+
 def safetensors(folder: Path) -> Target:
     """Make a model with the state of its optimizer."""
     model_folder.write(folder / "model", _trained_model())
@@ -393,6 +400,7 @@ TARGETS: Mapping[str, Make] = {
         resumption,
         model_config,
         safetensors,
+        shards,
         tokenizer,
         metrics,
         records,

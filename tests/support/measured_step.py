@@ -44,7 +44,7 @@ def _measure(run: RunConfig, rank: int) -> Measured:
     meter = live if dist.get_rank() == rank else nullcontext()  # it doubles the time of a step
     with meter, distributed_session(tensor=run.parallel.tensor) as topology:
         corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         caches: tuple[Memory, ...] = ()
         for step in range(3):  # the first ones fill the caches and create the optimizer states
@@ -61,7 +61,7 @@ def _micro_batches(
     live: LiveBytes, engine: TrainingEngine, corpus: Corpus, plan: StepPlan, cache: Memory, topology: Topology
 ) -> tuple[int, int]:
     """Return the bytes alive before a micro-batch that adds to existing gradients, and its peak above them."""
-    batch = read_batch(corpus.train.tokens, plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)
+    batch = read_batch([corpus.train[0].tokens], plan.read(data_rank=topology.data.rank, micro=0), eos=corpus.eos)
     inputs = torch.from_numpy(batch.inputs)
     targets = torch.from_numpy(batch.targets)
     base = made = 0

@@ -22,6 +22,7 @@ from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_ds_config
 
 DROPOUT = {"hidden": 0.2, "attention": 0.1, "activation": 0.1, "softmax": 0.1}
+RANK_TIMES = ("slowest_rank", "slowest", "fastest_rank", "fastest")
 UPDATE = 192  # tokens over all data-parallel ranks; the corpus of 1200 is six updates and a short one
 
 
@@ -103,7 +104,7 @@ def age_event_files(run: RunConfig) -> None:
 
 def metrics(run: RunConfig, kind: str = "train") -> list[dict[str, Any]]:
     lines = map(json.loads, (run.output.path / "metrics.jsonl").read_text().splitlines())
-    timed = ("seconds", "stage_seconds", "tokens_per_second", "flops_per_second", "memory_bytes")
+    timed = ("seconds", "stage_seconds", "tokens_per_second", "flops_per_second", "memory_bytes", *RANK_TIMES)
     return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,8 @@ ROUTING_HEADS, HEADS, WINDOW, LOCAL = 2, 4, 8, 8
 LAYERS = 2
 _CLUSTERS = "attention_nd.cluster_attention.cluster_attention"
 _LOSS_WEIGHT = 1e-4
+_RATE = float(np.float32(0.001))  # as TensorFlow rounds 1 - decay
+_COUNT_EPS = 1e-5
 
 
 @dataclass
@@ -60,6 +63,27 @@ class Release:
     def nll(self, ids: Tensor) -> Tensor:
         x, _ = self.features(ids[:, :-1])
         return F.cross_entropy((x @ self.weights["out"].T).transpose(1, 2), ids[:, 1:], reduction="none")
+
+    @torch.no_grad()
+    def train(self, ids: Tensor) -> None:
+        """Move the centroids as a training step of the authors' code does, where queries are keys. Their counts mix
+        heads and places, by a reshape without a transpose."""
+        assert self.shared
+        self.tallies.clear()
+        self.members.clear()
+        self.features(ids[:, :-1])
+        of_queries = zip(self.tallies[::2], self.members[::2], strict=True)
+        for layer, (tally, member) in enumerate(of_queries, start=self.first_layer):
+            name = f"decoder_layer_{layer}.self_attention.self_attention.{_CLUSTERS}"
+            clusters = tally.shape[1]
+            mixed_up = F.one_hot(member, clusters).double().reshape(-1, ROUTING_HEADS, clusters).sum(0)
+            sums = self.weights[f"{name}.ema_means"].lerp(tally[..., :-1], _RATE)
+            counts = self.weights[f"{name}.ema_count"].lerp(mixed_up, _RATE)
+            total = counts.sum(-1, keepdim=True)
+            smoothed = (counts + _COUNT_EPS) / (total + clusters * _COUNT_EPS) * total
+            self.weights[f"{name}.ema_means"] = sums
+            self.weights[f"{name}.ema_count"] = counts
+            self.weights[f"{name}.means"] = sums / smoothed[..., None]
 
     def means(self, layer: int) -> Tensor:
         return self.weights[f"decoder_layer_{layer}.self_attention.self_attention.{_CLUSTERS}.means"]

@@ -15,10 +15,12 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
+from megatron_style.parallel.sharding import buffer_layouts_of, layouts_of
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 
@@ -30,12 +32,14 @@ class History:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)
+    by_source: list[list[float]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def write_corpus(folder: Path, *, tokens: int = 1200, vocab_size: int = VOCAB_SIZE) -> None:
+def write_corpus(folder: Path, *, tokens: int = 1200, vocab_size: int = VOCAB_SIZE, seed: int = 7) -> None:
     """Write random text with some order in it, so that there is something to learn."""
-    rng = np.random.default_rng(7)
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(seed)
     stream = rng.integers(0, vocab_size, tokens)
     stream[1::2] = (stream[::2][: len(stream[1::2])] * 3 + 1) % vocab_size
     for split in ("train", "valid"):
@@ -58,7 +62,7 @@ def train_on(world: int, run: RunConfig) -> History:
 def _train(run: RunConfig) -> History:
     with distributed_session(tensor=run.parallel.tensor) as topology:
         corpus: Corpus = open_corpus(run.data)
-        schedule = StageSchedule(run, corpus_tokens=len(corpus.train), data_parallel=topology.data.size)
+        schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         history = History()
         caches: tuple[Memory, ...] = ()
@@ -69,5 +73,17 @@ def _train(run: RunConfig) -> History:
             history.losses.append(topology.data.sum(loss.nll).item())
             history.norms.append(float(update.grad_norm))
             history.applied.append(update.applied)
-        history.weights = engine.full_weights()
+            if loss.by_source is not None:
+                history.by_source.append(topology.data.sum(loss.by_source).tolist())
+        history.weights = full_weights(engine)
         return history
+
+
+def full_weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
+    """Return all unsharded weights on the first rank. All ranks have to call it together."""
+    weights = {}
+    for name in [*layouts_of(engine.model), *buffer_layouts_of(engine.model)]:
+        weight = engine.full_weight(name)
+        if weight is not None:
+            weights[name] = weight.clone()
+    return weights

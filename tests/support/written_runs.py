@@ -33,6 +33,7 @@ class WrittenRun:
     seed: int = 1
     cache: bool = True
     text_digest: str = ""  # of the held-out text; empty: of a run that did not record it
+    slow_rank: int | None = None  # of several; None: of a single rank
 
 
 SHORTFORMER = WrittenRun((WrittenStage(128, 1200, 21_000), WrittenStage(512, 800, 16_500, 5 * 2**30)), floor=2.86)
@@ -88,6 +89,11 @@ def train_event(
     run: WrittenRun, stage: WrittenStage, step: int, seconds: float, stage_seconds: float, chance: random.Random
 ) -> Event:
     total = sum(stage.steps for stage in run.stages)
+    ranks: Event = {}
+    if run.slow_rank is not None:
+        usual = {"data": 0.01, "forward": 0.1, "backward": 0.3, "update": 0.05}
+        slow = usual | {"forward": chance.uniform(0.19, 0.21), "backward": 0.2}
+        ranks = {"slowest_rank": run.slow_rank, "slowest": slow, "fastest_rank": 0, "fastest": usual}
     return {
         "kind": "train",
         "step": step,
@@ -100,6 +106,7 @@ def train_event(
         "stage_seconds": stage_seconds,
         "flops_per_second": run.flops_per_token * stage.tokens_per_second,
         "memory_bytes": stage.memory_bytes,
+        **ranks,
     }
 
 

@@ -18,18 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.model_files import SHARD_BYTES
 from megatron_style.config.model import ModelConfig, ModelFolderConfig
 from megatron_style.data.tokenizer import PAD
 from megatron_style.formats.certificate import Certificate, Nll, certify, segment_of
 from megatron_style.formats.huggingface.tokenizer import read_tokenizer, write_tokenizer
-from megatron_style.formats.model_folder import (
-    CONFIG_FILE,
-    WEIGHTS,
-    model_type,
-    open_weights,
-    read_settings,
-    write_weights,
-)
+from megatron_style.formats.model_folder import CONFIG_FILE, model_type, open_weights, read_settings, write_weights
 from megatron_style.formats.source import ANY, Holds, ModelSource
 
 NAME = "a folder for transformers"
@@ -69,10 +63,10 @@ def read(folder: Path) -> ModelSource:
     return ModelSource(folder, config, open_weights(folder, config), partial(read_tokenizer, folder))
 
 
-def write(folder: Path, source: ModelSource) -> None:
+def write(folder: Path, source: ModelSource, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model without optimizer state, for which the library has no place."""
     folder.mkdir(exist_ok=True)
-    write_weights(folder / WEIGHTS, source)
+    write_weights(folder, source, shard_bytes=shard_bytes)
     tokens = {"bos_token_id": source.config.eos}  # a text begins as if a line had just ended
     if (tokenizer := source.tokenizer()) is not None:
         write_tokenizer(folder, tokenizer)
