@@ -131,7 +131,7 @@ begin, before = time.perf_counter(), peak()
 store = open_store(sys.argv[1], vocab_size=40)
 run = tiny_run(stages=[{"segment_length": 128, "epochs": 1}], tokens_per_batch=9216, cache=False)
 plan = StageSchedule(run, corpus_tokens=len(store), data_parallel=4).plan(10**6)
-read_batch(store.tokens, plan.read(data_rank=3, micro=0), eos=2)
+read_batch([store.tokens], plan.read(data_rank=3, micro=0), eos=2)
 print(time.perf_counter() - begin, peak() - before)
 """
 

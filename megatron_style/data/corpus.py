@@ -80,31 +80,32 @@ def separate_documents(run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Corpu
         return run, corpus
     token = run.model.document_end
     if token is None:
-        token = _recorded_document_end([source.path.parent / RECORD_FILE for source in run.data.sources])
-    if token is None:
-        raise UserError(
-            "data.reset_at_documents: is true, but nothing says which token ends a document; prepare the corpus with "
-            "--end-of-document TOKEN, or set model.document_end to its id"
-        )
+        token = _recorded_document_end(run.data.prefixes)
     if token >= corpus.vocab_size:
         raise UserError(f"model.document_end: is {token}, outside the vocabulary of {corpus.vocab_size}")
     return run.with_document_end(token), replace(corpus, eos=token)
 
 
-def _recorded_document_end(records: Sequence[Path]) -> int | None:
-    """Return the token that ends the documents of every source, if their records name one."""
-    tokens = {path: _document_end_in(path) for path in records}
-    first = records[0]
-    for path, token in tokens.items():
-        if token != tokens[first]:
+def _recorded_document_end(prefixes: Sequence[Path]) -> int:
+    """Return the token that ends the documents of all these stores."""
+    found = {prefix: _end_of_documents_in(prefix.parent / RECORD_FILE) for prefix in prefixes}
+    for prefix, token in found.items():
+        if token is None:
             raise UserError(
-                f"data.reset_at_documents: documents end with {tokens[first]} in {first} and with {token} in {path}; "
-                f"prepare both with the same --end-of-document"
+                f"data.reset_at_documents: is true, but nothing says which token ends a document of {prefix}; "
+                "prepare it with --end-of-document TOKEN, or set model.document_end to its id"
             )
-    return tokens[first]
+        if token != found[prefixes[0]]:
+            raise UserError(
+                f"data.reset_at_documents: documents of {prefix} end with token {token}, those of {prefixes[0]} with "
+                f"{found[prefixes[0]]}; prepare them alike"
+            )
+    token = found[prefixes[0]]
+    assert token is not None
+    return token
 
 
-def _document_end_in(path: Path) -> int | None:
+def _end_of_documents_in(path: Path) -> int | None:
     try:
         found = parse_json(path.read_text(encoding="utf-8")).get(END_OF_DOCUMENT)
     except FileNotFoundError:

@@ -58,11 +58,11 @@ def _accumulate_micro_batch(
 ) -> tuple[LossShare, Memory]:
     """Return a micro-batch's share of the losses, and the memory of its rows for the next step."""
     accumulation = plan.stage.accumulation
-    streams = [store.tokens for store in corpus.train]
-    ages = None
     with engine.times.measure("data"):
         reading = plan.read(data_rank=topology.data.rank, micro=micro)
+        streams = [store.tokens for store in corpus.train]
         batch = read_batch(streams, reading, eos=corpus.eos)
+        ages = None
         if (document_end := engine.model.config.document_end) is not None:
             ages = torch.from_numpy(ages_in_lanes(streams, reading, document_end, plan.stage.cache_length))
     inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))

@@ -93,7 +93,7 @@ class Blend:
             own = slice(*np.searchsorted(sources, [source, source + 1]))
             own_rows = rows[own] - self._firsts[source]
             places[own], lengths[own], stretches[own] = self.parts[source].read(turn, own_rows, width)
-        return Reading(places, lengths, stretches, sources)
+        return Reading(places, lengths, sources, stretches)
 
     @cached_property
     def _firsts(self) -> Indices:

@@ -24,8 +24,8 @@ class Reading:
 
     places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
     lengths: Indices  # [rows]
-    stretches: Indices  # [rows]: the token at which the contiguous text begins in which each row begins
     sources: Indices  # [rows]; numbers in the order of data.train
+    stretches: Indices  # [rows]: the token at which the contiguous unread text begins in which the segment begins
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,21 @@ def test_ages_follow_documents_and_jumps_of_the_text(data: st.DataObject) -> Non
     data_parallel = data.draw(st.integers(1, 2))
     lengths = data.draw(st.lists(st.sampled_from([2, 3, 4, 6, 8]), min_size=1, max_size=3))
     stages = [
-        {"segment_length": length, "micro_rows": 1, **data.draw(st.sampled_from([{"steps": 3}, {"epochs": 1}]))}
+        {"segment_length": length, "micro_rows": 1, **data.draw(st.sampled_from([{"steps": 3}, {"steps": 14}]))}
         for length in lengths
     ]
     cache = data.draw(st.booleans())
     if cache:
         stages = [{**stage, "cache_length": data.draw(st.integers(1, 9))} for stage in stages]
-    run = tiny_run(stages=stages, tokens_per_batch=24, cache=cache)
-    count = data.draw(st.integers(60, 300))
-    tokens = np.random.default_rng(count).integers(0, data.draw(st.sampled_from([2, 5, 30])), count)
-    schedule = StageSchedule(run, corpus_tokens=count, data_parallel=data_parallel)
+    blend = data.draw(st.booleans())
+    sources = {"train": [{"path": "a", "weight": 1}, {"path": "b", "weight": 2}]} if blend else {}
+    run = tiny_run(stages=stages, tokens_per_batch=24, cache=cache, data=sources)
+    counts = [data.draw(st.integers(60, 300)) for _ in range(2 if blend else 1)]
+    words = data.draw(st.sampled_from([2, 5, 30]))
+    streams = [np.random.default_rng(count).integers(0, words, count) for count in counts]
+    schedule = StageSchedule(run, corpus_tokens=counts, data_parallel=data_parallel)
     lanes: dict[tuple[int, int], list[int]] = {}
-    for step in range(schedule.total_steps):
+    for step in range(min(schedule.total_steps, 40)):
         plan = schedule.plan(step)
         cache_length = plan.stage.cache_length
         if plan.opens_lanes or not cache:
@@ -46,7 +49,8 @@ def test_ages_follow_documents_and_jumps_of_the_text(data: st.DataObject) -> Non
         for rank in range(data_parallel):
             for micro in range(plan.stage.accumulation):
                 reading = plan.read(data_rank=rank, micro=micro)
-                ages = ages_in_lanes([tokens], reading, END, cache_length)
+                ages = ages_in_lanes(streams, reading, END, cache_length)
+                tokens = streams[reading.sources[0]]
                 lane = lanes.setdefault((rank, micro), [])
                 for t in range(int(reading.lengths[0])):
                     lane.append(int(reading.places[0, t]))
