@@ -91,7 +91,14 @@ def build_datastore(args: argparse.Namespace) -> None:
             if topology.is_first:
                 log(f"{args.output}: {describe(manifest)}")
             model = source.load(DTYPES[args.compute_dtype], topology.tensor).to(accelerator())
-            reader = Reader(model, store.tokens, source.config.eos, wants_losses=False, wants_keys=True)
+            reader = Reader(
+                model,
+                store.tokens,
+                source.config.eos,
+                wants_losses=False,
+                wants_keys=True,
+                lookback=protocol.cache_length,
+            )
             with token_bar(len(store), topology) as progress:
                 build(reader, protocol, manifest, args.output, topology=topology, progress=progress)
         if topology.is_first:

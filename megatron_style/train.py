@@ -18,7 +18,7 @@ from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig, load_run
 from megatron_style.config.train_arguments import parse_train_arguments
-from megatron_style.data.corpus import keep_tokenizer, open_corpus
+from megatron_style.data.corpus import keep_tokenizer, open_corpus, separate_documents
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.preflight import preflight
@@ -49,7 +49,7 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
         distributed_session(tensor=run.parallel.tensor) as topology,
         guard_run(run.output.path, signals, timeout=run.output.heartbeat_timeout) as (heartbeat, terminal),
     ):
-        corpus = open_corpus(run.data, check_ids=topology.is_first)
+        run, corpus = separate_documents(run, open_corpus(run.data, check_ids=topology.is_first))
         run.model.check_vocabulary(corpus.vocab_size)
         checkpoints = CheckpointStore(run, topology)
         origin = checkpoints.newest() or open_start(run, topology)

@@ -64,8 +64,12 @@ class RunFolder:
     def ranks(self) -> Path:
         return self.path / "ranks"
 
-    def record(self, rank: int) -> Path:
-        return self.ranks / f"rank_{rank:05d}.json"
+    def host_records(self, first_rank: int) -> Path:
+        """Return the file with the records of a host's ranks, named after the first of them."""
+        return self.ranks / f"host_{first_rank:05d}.jsonl"
+
+    def all_host_records(self) -> list[Path]:
+        return sorted(self.ranks.glob("host_*.jsonl"))
 
     @property
     def logs(self) -> Path:

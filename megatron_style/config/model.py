@@ -103,6 +103,7 @@ class ModelConfig(Section):
     memory: CompressionConfig | None = None  # what becomes of tokens that leave the cache; default: they are forgotten
     norm: Literal["before", "after"] = "before"  # each sublayer, or each sum of a sublayer and its input
     routing: RoutingConfig | None = None  # heads that attend within clusters; default: none
+    document_end: NonNegativeInt | None = None  # the id after which nothing before is seen; data.reset_at_documents
     sandwich: NonNegativeInt = 0  # attention sublayers before the first feed-forward one, besides the first
     vocabulary: VocabularyConfig  # token vectors and softmax
     dropout: DropoutConfig = DropoutConfig()  # rates
@@ -121,6 +122,8 @@ class ModelConfig(Section):
             raise ValueError("memory needs positions infused or relative: an added position cannot be compressed")
         if self.routing is not None:
             self._check_routing(self.routing)
+        if self.document_end is not None and (problem := self.mixes_documents):
+            raise ValueError(f"document_end is {self.document_end}, but {problem}")
         bands = len(self.vocabulary.cutoffs)
         if self.hidden_size < self.vocabulary.factor**bands:
             raise ValueError(
@@ -156,6 +159,15 @@ class ModelConfig(Section):
         """Return the sizes, by key, that the number of tensor-parallel ranks has to divide."""
         sizes = {"heads": self.heads, "ffn_size": self.ffn_size}
         return sizes | ({"routing.heads": self.routing.heads} if self.routing else {})
+
+    @property
+    def mixes_documents(self) -> str | None:
+        """Describe the setting by which documents cannot be kept from seeing each other, if there is one."""
+        if self.memory is not None:
+            return "model.memory compresses tokens of several documents into one slot; remove it"
+        if self.routing is not None:
+            return "model.routing assigns tokens to clusters across documents; remove it"
+        return None
 
     @property
     def foresight(self) -> str | None:

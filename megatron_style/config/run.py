@@ -82,6 +82,7 @@ class DataConfig(Section):
     vocab_size: PositiveInt | None = None  # only for stores without a dictionary
     tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
     shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
+    reset_at_documents: bool = False  # true: tokens do not see other documents, in the segment or in the cache
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
@@ -228,6 +229,7 @@ class RunConfig(Section):
         ways = self.parallel.tensor
         if problem := self.model.foresight:
             raise ValueError(problem)
+        self._check_documents()
         for name, size in self.model.split_sizes.items():
             if size % ways:
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
@@ -262,6 +264,18 @@ class RunConfig(Section):
                     f"({ways}), because parallel.sequence is true; {_nearest(fitting, stage.segment_length)}"
                 )
         return self
+
+    def _check_documents(self) -> None:
+        if self.data.reset_at_documents and (problem := self.model.mixes_documents):
+            raise ValueError(f"data.reset_at_documents is true, but {problem}")
+        if self.model.document_end is not None and not self.data.reset_at_documents:
+            raise ValueError(
+                f"model.document_end is {self.model.document_end}, but data.reset_at_documents is false; set it to true"
+            )
+
+    def with_document_end(self, token: int) -> Self:
+        """Return the run with a model in which nothing before this token is seen after it."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"document_end": token})})
 
 
 def _nearest(fitting: Sequence[int], wanted: int) -> str:

@@ -33,3 +33,23 @@ def read_batch(streams: Sequence[NDArray[Any]], reading: Reading, *, eos: int) -
         targets=targets,
         counted=np.arange(places.shape[1]) < reading.lengths[:, None],
     )
+
+
+def ages_in_lanes(
+    streams: Sequence[NDArray[Any]], reading: Reading, document_end: int, cache_length: int
+) -> NDArray[np.int64]:
+    """Return the age of each input: the number of inputs of its row since the last end of a document, or since the text
+    of the row jumps. The inputs before the segment are looked at as far as the cache reaches."""
+    ages = np.zeros_like(reading.places)
+    for row, places in enumerate(reading.places):
+        first = int(places[0])
+        before = np.arange(max(int(reading.stretches[row]), first - cache_length), first)
+        lane = np.concatenate([before, places])
+        starts = streams[reading.sources[row]][np.maximum(lane - 1, 0)] == document_end
+        starts |= np.diff(lane, prepend=lane[0] - 1) != 1
+        starts[0] |= lane[0] == reading.stretches[row]
+        index = np.arange(len(lane))
+        # Without a start, all of the cache is seen.
+        last = np.maximum.accumulate(np.where(starts, index, -cache_length))
+        ages[row] = (index - last)[len(before) :]
+    return ages

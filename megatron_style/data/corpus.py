@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,16 @@ from typing import Any
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.json_text import parse_json
 from megatron_style.base.run_folder import RunFolder
-from megatron_style.config.run import DataConfig
+from megatron_style.config.model import ModelConfig
+from megatron_style.config.run import DataConfig, RunConfig
 from megatron_style.data.index import BLOCK
 from megatron_style.data.store import TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, TOKENIZER_FILES, Tokenizer, load_tokenizer
+
+RECORD_FILE = "corpus.json"  # of `prepare`, next to the stores
+END_OF_DOCUMENT = "end_of_document"  # in it, the id that follows each document
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,55 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
         for store in (*train, *valid.values()):
             store.check_ids(vocab_size)
     return Corpus(train, valid, vocab_size, tokenizer, tokenizer.eos if tokenizer else EOS)
+
+
+def separate_documents(run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Corpus]:
+    """If documents must not see each other, return the run with the token that ends them, and the corpus with a text
+    that begins as if a document had just ended."""
+    if not run.data.reset_at_documents:
+        return run, corpus
+    token = run.model.document_end
+    if token is None:
+        token = _recorded_document_end(run.data.prefixes)
+    if token >= corpus.vocab_size:
+        raise UserError(f"model.document_end: is {token}, outside the vocabulary of {corpus.vocab_size}")
+    return run.with_document_end(token), replace(corpus, eos=token)
+
+
+def _recorded_document_end(prefixes: Sequence[Path]) -> int:
+    """Return the token that ends the documents of all these stores."""
+    found = {prefix: _end_of_documents_in(prefix.parent / RECORD_FILE) for prefix in prefixes}
+    for prefix, token in found.items():
+        if token is None:
+            raise UserError(
+                f"data.reset_at_documents: is true, but nothing says which token ends a document of {prefix}; "
+                "prepare it with --end-of-document TOKEN, or set model.document_end to its id"
+            )
+        if token != found[prefixes[0]]:
+            raise UserError(
+                f"data.reset_at_documents: documents of {prefix} end with token {token}, those of {prefixes[0]} with "
+                f"{found[prefixes[0]]}; prepare them alike"
+            )
+    token = found[prefixes[0]]
+    assert token is not None
+    return token
+
+
+def _end_of_documents_in(path: Path) -> int | None:
+    try:
+        found = parse_json(path.read_text(encoding="utf-8")).get(END_OF_DOCUMENT)
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not the record of a corpus ({error}); prepare the corpus again") from None
+    return found if isinstance(found, int) else None
+
+
+def first_token(model: ModelConfig, tokenizer: Tokenizer | None) -> int:
+    """Return the token before the first one of a text: it begins as if a document or a line had just ended."""
+    if model.document_end is not None:
+        return model.document_end
+    return tokenizer.eos if tokenizer else EOS
 
 
 def check_same_tokenizer(tokenizer: Tokenizer | None, prefix: Path, owner: str) -> None:

@@ -121,8 +121,10 @@ class TrainingEngine:
     def zero_stage(self) -> int:
         return int(self._engine.zero_optimization_stage())
 
-    def forward(self, inputs: Tensor, targets: Tensor, memory: Memory, noise: Noise | None) -> Output:
-        return self._engine(inputs, targets, memory, noise)  # type: ignore[no-any-return]
+    def forward(
+        self, inputs: Tensor, targets: Tensor, memory: Memory, noise: Noise | None, ages: Tensor | None = None
+    ) -> Output:
+        return self._engine(inputs, targets, memory, noise, ages)  # type: ignore[no-any-return]
 
     def full_memory(self, rows: int, capacity: int) -> Memory:
         """Return a memory of the size that rows have in the middle of a text."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from megatron_style.data.batch import read_batch
+from megatron_style.data.batch import ages_in_lanes, read_batch
 from megatron_style.data.corpus import Corpus
 from megatron_style.engine.engine import LossShare, TrainingEngine
 from megatron_style.model.memory import Memory
@@ -60,13 +60,17 @@ def _accumulate_micro_batch(
     accumulation = plan.stage.accumulation
     with engine.times.measure("data"):
         reading = plan.read(data_rank=topology.data.rank, micro=micro)
-        batch = read_batch([store.tokens for store in corpus.train], reading, eos=corpus.eos)
+        streams = [store.tokens for store in corpus.train]
+        batch = read_batch(streams, reading, eos=corpus.eos)
+        ages = None
+        if (document_end := engine.model.config.document_end) is not None:
+            ages = torch.from_numpy(ages_in_lanes(streams, reading, document_end, plan.stage.cache_length))
     inputs, targets, counted = map(torch.from_numpy, (batch.inputs, batch.targets, batch.counted))
     noise = Noise(derive_key(seed, "dropout", plan.step, topology.data.rank, micro))
     seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
 
     with engine.times.measure("forward"):
-        output = engine.forward(inputs, targets, memory, noise)
+        output = engine.forward(inputs, targets, memory, noise, ages)
     nll_BT = output.nll * counted.to(engine.device, non_blocking=True)
     tokens = plan.source_tokens
     nll = nll_BT.sum() / sum(tokens)

@@ -43,7 +43,8 @@ def rehearse(engine: TrainingEngine, stage: Stage) -> None:
     following = [engine.caches.keep(full()) for _ in range(stage.accumulation - 2)]
     with engine.rehearsed_update():
         for micro, memory in zip(range(min(2, stage.accumulation)), engine.caches.fetched(caches), strict=False):
-            output = engine.forward(ids, ids, memory, noise)
+            ages = None if engine.model.config.document_end is None else ids
+            output = engine.forward(ids, ids, memory, noise, ages)
             loss = output.nll.sum() + sum(output.auxiliary.values())
             engine.accumulate(loss * 0.0, is_last=micro == 1 or stage.accumulation == 1)
             following.append(engine.caches.keep(output.memory))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_style.base.errors import UserError
 from megatron_style.base.findings import Finding
 from megatron_style.config.run import RunConfig
-from megatron_style.data.corpus import open_corpus
+from megatron_style.data.corpus import open_corpus, separate_documents
 from megatron_style.data.store import store_files
 from megatron_style.hosts.diagnosis import Demands, diagnose
 from megatron_style.hosts.hosts import Host
@@ -43,7 +43,7 @@ def check_run(run: RunConfig, world: int) -> int:
 
     check_world(world, run.parallel.tensor)
     data_parallel = world // run.parallel.tensor
-    corpus = open_corpus(run.data)
+    run, corpus = separate_documents(run, open_corpus(run.data))
     run.model.check_vocabulary(corpus.vocab_size)
     schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=data_parallel)
     user = read_ds_config(run.deepspeed)

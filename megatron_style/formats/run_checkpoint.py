@@ -9,7 +9,7 @@ from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import FILE, Manifest, find_checkpoint, open_checkpoint
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
-from megatron_style.data.corpus import tokenizer_of_run
+from megatron_style.data.corpus import first_token, tokenizer_of_run
 from megatron_style.formats.source import Holds, ModelSource, parameters_of
 from megatron_style.schedule.stages import resolve_stage
 
@@ -29,7 +29,8 @@ def read(path: Path) -> ModelSource:
     folder, manifest = open_checkpoint(path)
     run = RunConfig.parse(manifest.run, source=str(folder))
     reader = LogicalReader(folder, manifest)
-    config = _config(run, manifest, reader.learning_rate())
+    tokenizer = tokenizer_of_run(folder.parent.parent, run.data)
+    config = _config(run, manifest, first_token(run.model, tokenizer), reader.learning_rate())
     shapes = {name: layout.shape for name, layout in parameters_of(config).items()}
     if {name: layout.shape for name, layout in manifest.parameters.items()} != shapes:
         raise UserError(f"{folder}: its {FILE} names other parameters than its model has, so it is not read")
@@ -38,16 +39,17 @@ def read(path: Path) -> ModelSource:
         folder,
         config,
         reader.weight,
-        lambda: tokenizer_of_run(folder.parent.parent, run.data),
+        lambda: tokenizer,
         reader.state if manifest.optimizer in _MOVABLE else None,
     )
 
 
-def _config(run: RunConfig, manifest: Manifest, learning_rate: float) -> ModelFolderConfig:
+def _config(run: RunConfig, manifest: Manifest, eos: int, learning_rate: float) -> ModelFolderConfig:
     last = resolve_stage(run, len(run.stages) - 1)
     data = {
         "model": run.model.as_data(),
         "vocab_size": manifest.vocab_size,
+        "eos": eos,
         "segment_length": last.segment_length,
         "cache_length": last.cache_length,
         "step": manifest.step,

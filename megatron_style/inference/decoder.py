@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_style.config.model import Positions
 from megatron_style.model.attention import CompressiveRelativeAttention, RelativeAttention, attention_of
 from megatron_style.model.block import Block
+from megatron_style.model.documents import ages_of
 from megatron_style.model.kernels import causal_mask
 from megatron_style.model.memory import UNLIMITED, Reach, memory_of
 from megatron_style.model.shape import units
@@ -49,11 +50,19 @@ class _Run:
 
     def distances(self, device: torch.device) -> Tensor:
         """Return how far each place that is seen lies before each new token [B or 1, T, S]; 0 for those after it."""
+        return self._signed_distances(device).clamp(min=0)
+
+    def separated(self, ages_BT: Tensor) -> _Run:
+        """Return the same run for tokens that see their document only."""
+        visible_B1TS = (self._signed_distances(ages_BT.device) <= ages_BT[..., None])[:, None]
+        return replace(self, mask=visible_B1TS if self.mask is None else visible_B1TS & self.mask)
+
+    def _signed_distances(self, device: torch.device) -> Tensor:
         places = self.places
         if isinstance(places, slice):
             places = torch.arange(places.start, places.stop, device=device)[None]
         seen_S = torch.arange(self.seen[1].stop, device=device)
-        return (places[:, :, None] - seen_S).clamp(min=0)
+        return places[:, :, None] - seen_S
 
 
 class Decoder:
@@ -73,6 +82,7 @@ class Decoder:
         most = memory_of(config).length_after(cache_length, config, cache_length)
         self._cached = [first] * rows  # places of the memory
         self._filled = [first] * rows  # places in use
+        self._ages = [-1] * rows  # of the last token in its document, if documents are separate
         self._shared = 0  # the first places, which are known to be equal in all rows
         pos_SD = model.positions(most + segment_length)
         if reach.clamp is not None:
@@ -112,6 +122,7 @@ class Decoder:
                 buffer[moved, places] = buffer[sources, places]
         self._filled = [self._filled[source] for source in rows]
         self._cached = [self._cached[source] for source in rows]
+        self._ages = [self._ages[source] for source in rows]
         if len(set(rows)) == 1:
             self._shared = self._filled[0]
 
@@ -127,6 +138,10 @@ class Decoder:
     def _features(self, ids_BT: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return features and keys of new tokens [B, T, D]. Rows of different lengths take one token each."""
         run = self._run(rows, ids_BT.shape[1])
+        if (document_end := self._model.config.document_end) is not None:
+            ages_BT = ages_of(ids_BT, document_end, torch.tensor(self._ages[rows], device=self._device))
+            self._ages[rows] = ages_BT[:, -1].tolist()
+            run = run.separated(ages_BT)
         x_BTD = self._model.embed(ids_BT)
         for unit in units(self._model.config):
             if unit.attention is not None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_style.model.documents import ages_of
 from megatron_style.model.shortformer import Shortformer
 
 
@@ -23,11 +24,18 @@ def continue_greedily(
     before = model.empty_memory(1, cache_length)  # the cache that it sees
     new = list(prompt)
     written: list[int] = []
+    age = torch.tensor([-1])  # of the last token of the cache
     while len(written) < count:
         cache = before
+        following = age
         for segment in torch.tensor([*opened, *new], device=device).split(segment_length):
             before = cache
-            output = model(segment[None], segment[None, :0], before, likeliest=True)
+            age = following
+            ages = None
+            if (document_end := model.config.document_end) is not None:
+                ages = ages_of(segment[None], document_end, age.to(device))
+                following = ages[:, -1]
+            output = model(segment[None], segment[None, :0], before, None, ages, likeliest=True)
             cache = output.memory
         opened = segment.tolist()
         new = output.likeliest.tolist()

@@ -16,6 +16,7 @@ from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder, Reading
 from megatron_style.inference.next_token import NextToken, Predict, by_model, pick
 from megatron_style.model.attention import attention_of
+from megatron_style.model.documents import ages_of
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.randomness import derive_key
 
@@ -78,16 +79,23 @@ class Reencoder:
         self._model = model
         self._segment_length = segment_length
         empty: list[int] = []
-        self._rows = [(empty, model.empty_memory(1, cache_length))] * rows  # replaced, never changed
+        none = torch.tensor([-1], device=model.positions.table.device)
+        # The open segment, the memory before it, and the age of the last token before it: replaced, never changed.
+        self._rows = [(empty, model.empty_memory(1, cache_length), none)] * rows
 
     @torch.no_grad()
     def read(self, ids: Sequence[int], *, row: int = 0) -> Reading:
-        open_segment, cache = self._rows[row]
+        open_segment, cache, age = self._rows[row]
         device = self._model.positions.table.device
         for segment in torch.tensor([*open_segment, *ids], device=device).split(self._segment_length):
             before = cache
-            x_BTD, cache, key_BTD, *_ = self._model.features(segment[None], before)
-        self._rows[row] = segment.tolist(), before
+            age_before = age
+            ages = None
+            if (document_end := self._model.config.document_end) is not None:
+                ages = ages_of(segment[None], document_end, age_before)
+                age = ages[:, -1]
+            x_BTD, cache, key_BTD, *_ = self._model.features(segment[None], before, ages)
+        self._rows[row] = segment.tolist(), before, age_before
         return Reading(x_BTD[0, -1], key_BTD[0, -1])
 
     def step(self, ids_B: Tensor) -> Reading:

@@ -119,7 +119,9 @@ class Writer:
                 log(f"error: {error}")
                 continue
             if line.strip():
-                unread += [*([eos] if unread[-1] != eos else []), *self.tokenizer.encode(line)]
+                line_end = self.tokenizer.eos
+                separator = [] if unread[-1] in (eos, line_end) else [line_end]
+                unread += [*separator, *self.tokenizer.encode(line)]
             with ctrl_c() as asked:
                 reading = stacked([walk.read(unread)])
                 stream = write_on(self.predict, walk, reading, self.options.sampler, [generator])
@@ -136,7 +138,7 @@ class Writer:
         )
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
-        if self.options.stop_at_line_end and tokens[-1] == self.config.eos:
+        if self.options.stop_at_line_end and tokens[-1] == self.tokenizer.eos:
             return True
         longest = max((len(stop.encode()) for stop in self.options.stop), default=0)  # a token has at least one byte
         text = self.tokenizer.decode(tokens[-longest - CHARACTER :])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig, Positions
 from megatron_style.model.compression import KeysValues, leaving, reconstruction_loss
-from megatron_style.model.kernels import attend, attend_with_distances, causal_mask, score_distances
+from megatron_style.model.kernels import attend, attend_masked, attend_with_distances, causal_mask, score_distances
 from megatron_style.model.memory import UNLIMITED, Reach, Replaced
 from megatron_style.model.positions import SinusoidalPositions, distance_sinusoids, sinusoids
 from megatron_style.parallel.collectives import copy_to_shards
@@ -46,7 +46,22 @@ class Mixed(NamedTuple):
     loss: Tensor | None = None  # of what the tokens that leave the memory are compressed to
 
 
-Places = Tensor | Distances | None  # what a kind of positions passes to every block
+class Separated(NamedTuple):
+    """What added and infused positions pass to every block of a model whose documents do not see each other."""
+
+    pos_SD: Tensor | None
+    hidden_B1TS: Tensor  # True where a token of the segment does not see one of the memory and the segment
+
+
+Places = Tensor | Distances | Separated | None  # what a kind of positions passes to every block
+
+
+def separate(pos: Places, hidden_B1TS: Tensor) -> Places:
+    """Return the positions with what documents hide from each other."""
+    if isinstance(pos, Distances):
+        return pos._replace(hidden_TS=pos.hidden_TS | hidden_B1TS)
+    assert not isinstance(pos, Separated)
+    return Separated(pos, hidden_B1TS)
 
 
 class Attention(nn.Module):
@@ -129,7 +144,8 @@ class Attention(nn.Module):
 
     def mixed(self, queries: Tensor, cached: KeysValues, inside: KeysValues, pos: Places, dropout: float) -> Tensor:
         """Return the mixture of values for each query [B, H, T, E]."""
-        del pos
+        if isinstance(pos, Separated):
+            return attend_masked(queries, cached, inside, pos.hidden_B1TS, dropout=dropout)
         return attend(queries, cached, inside, dropout=dropout)
 
     def _projected(self, layer: ColumnParallelLinear, *inputs: Read, frozen: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -157,6 +173,7 @@ class InfusedAttention(Attention):
         return x_BTD, positions(remembered + stream.length(x_BTD)).to(x_BTD.dtype)
 
     def placed(self, x: Read, cached: Read, pos: Places) -> tuple[Read, Read]:
+        pos = pos.pos_SD if isinstance(pos, Separated) else pos
         assert isinstance(pos, Tensor), "there are no positions to infuse"
         C = cached.now.shape[1]
         return x.plus(pos[C:]), cached.plus(pos[:C])

@@ -35,6 +35,14 @@ def attend(q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, 
     return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=_fused_mask(T, C + T), dropout_p=dropout)
 
 
+def attend_masked(
+    q_BHTE: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], hidden_B1TS: Tensor, *, dropout: float
+) -> Tensor:
+    """Attend to the keys of cache and segment that are not hidden."""
+    keys, values = _joined(cached, inside)
+    return F.scaled_dot_product_attention(q_BHTE, keys, values, attn_mask=~hidden_B1TS, dropout_p=dropout)
+
+
 def _joined(cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     keys, values = (torch.cat(part, dim=2) for part in zip(cached, inside, strict=True))
     return keys, values

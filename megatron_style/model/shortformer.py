@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.model.attention import Distances, Places, Side, attention_of
+from megatron_style.model.attention import Distances, Places, Side, attention_of, separate
 from megatron_style.model.block import Block
+from megatron_style.model.documents import hidden_by_age
 from megatron_style.model.memory import UNLIMITED, Memory, Reach, Seen, memory_of
 from megatron_style.model.routing import CLUSTER_LOSS, RoutedAttention
 from megatron_style.model.shape import Unit, units
@@ -93,6 +94,7 @@ class Shortformer(nn.Module):
         targets_BT: Tensor,
         memory: Memory,
         noise: Noise | None = None,
+        ages_BT: Tensor | None = None,
         *,
         likeliest: bool = False,
         key: bool = False,
@@ -100,10 +102,11 @@ class Shortformer(nn.Module):
         """Score the targets: those of all tokens, of the last tokens only, or none.
 
         Ids and targets may be on the host, whatever the model's device. `noise` is the source of dropout masks; without
-        it nothing is dropped. `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
+        it nothing is dropped. `ages` are those of the tokens in their documents, for a model with a `document_end`.
+        `likeliest` also asks for the next token of each row, `key` for the keys: here and not in
         methods of their own, because ZeRO 3 gathers the weights only inside `forward`."""
         stream = self._stream(ids_BT.shape[1])
-        x_BTD, memory, key_BTD, auxiliary, tally = self._blocks(ids_BT, memory, noise, stream)
+        x_BTD, memory, key_BTD, auxiliary, tally = self._blocks(ids_BT, memory, noise, stream, ages_BT)
         x_BTD = stream.join(x_BTD)
         wanted_ND = x_BTD[:, x_BTD.shape[1] - targets_BT.shape[1] :].flatten(0, 1)
         nll_N = self.vocabulary.nll(wanted_ND, targets_BT.reshape(-1), noise and noise.at("vocabulary"))
@@ -124,10 +127,10 @@ class Shortformer(nn.Module):
             return {}
         return {CLUSTER_LOSS: reduce_from_shards(torch.stack([side.loss for side in sides]).sum(), self.axis)}
 
-    def features(self, ids_BT: Tensor, memory: Memory) -> Features:
+    def features(self, ids_BT: Tensor, memory: Memory, ages_BT: Tensor | None = None) -> Features:
         """Return what the blocks make of a text; nothing is dropped."""
         stream = self._stream(ids_BT.shape[1])
-        found = self._blocks(ids_BT, memory, None, stream)
+        found = self._blocks(ids_BT, memory, None, stream, ages_BT)
         return found._replace(x=stream.join(found.x), key=stream.join(found.key))
 
     def _stream(self, length: int) -> Stream:
@@ -136,9 +139,14 @@ class Shortformer(nn.Module):
         can_split = self.axis.size > 1 and length % self.axis.size == 0
         return Stream(self.axis, is_split=self.sequence and can_split, recalls=not self.recompute)
 
-    def _blocks(self, ids_BT: Tensor, memory: Memory, noise: Noise | None, stream: Stream) -> Features:
+    def _blocks(
+        self, ids_BT: Tensor, memory: Memory, noise: Noise | None, stream: Stream, ages_BT: Tensor | None
+    ) -> Features:
         """Return what the blocks make of a text, spread over the tensor axis as `stream` says."""
         x, pos = self.enter(ids_BT, memory.length, memory.reach, stream)
+        assert (ages_BT is None) == (self.config.document_end is None), "ages are for models that separate documents"
+        if ages_BT is not None:
+            pos = separate(pos, hidden_by_age(ages_BT.to(x.device), memory.length))
         x = stream.dropout(x, self.config.dropout.hidden, noise and noise.at("embedding"))
         if isinstance(pos, Distances):
             table = replicated_dropout(pos.table_SD, self.config.dropout.hidden, noise and noise.at("distances"))

@@ -149,7 +149,8 @@ def _step(engine: TrainingEngine, live: LiveBytes, stage: Stage, ids: torch.Tens
         if time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
             log(f"rehearsing stage {stage.index + 1}: micro-batch {micro + 1} of {stage.accumulation}")
             last_line = time.monotonic()
-        output = engine.forward(batch, batch, memory, Noise(derive_key("rehearsal", micro)))
+        ages = None if engine.model.config.document_end is None else torch.zeros_like(batch)
+        output = engine.forward(batch, batch, memory, Noise(derive_key("rehearsal", micro)), ages)
         assert output.nll.shape == shape, f"{tuple(output.nll.shape)} losses for {shape} targets"
         loss = output.nll.mean() + sum(output.auxiliary.values())
         engine.accumulate(loss, is_last=micro == stage.accumulation - 1)

@@ -55,7 +55,7 @@ class Part:
     def width(self, turn: int) -> int:
         return self.reading_pass.width(self.begun + turn)
 
-    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices]:
+    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices, Indices]:
         return self.reading_pass.read(self.begun + turn, rows, width)
 
 
@@ -88,11 +88,12 @@ class Blend:
         sources = np.searchsorted(self._firsts, rows, side="right") - 1
         places = np.empty((len(rows), width), np.int64)
         lengths = np.empty(len(rows), np.int64)
+        stretches = np.empty(len(rows), np.int64)
         for source in range(sources[0], sources[-1] + 1):
             own = slice(*np.searchsorted(sources, [source, source + 1]))
             own_rows = rows[own] - self._firsts[source]
-            places[own], lengths[own] = self.parts[source].read(turn, own_rows, width)
-        return Reading(places, lengths, sources)
+            places[own], lengths[own], stretches[own] = self.parts[source].read(turn, own_rows, width)
+        return Reading(places, lengths, sources, stretches)
 
     @cached_property
     def _firsts(self) -> Indices:

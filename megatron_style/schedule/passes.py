@@ -25,6 +25,7 @@ class Reading:
     places: Indices  # [rows, width]; beyond a row's length they repeat a valid place
     lengths: Indices  # [rows]
     sources: Indices  # [rows]; numbers in the order of data.train
+    stretches: Indices  # [rows]: the token at which the contiguous unread text begins in which the segment begins
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ class Pass(ABC):
         """Return the length of the longest segment of all rows."""
         return int(self._lengths(turn).max())
 
-    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices]:
-        """Return the places and lengths of the rows' segments; see `Reading`."""
+    def read(self, turn: int, rows: Indices, width: int) -> tuple[Indices, Indices, Indices]:
+        """Return the places, lengths and stretches of the rows' segments; see `Reading`."""
         firsts, lengths = self.extent(turn, rows)
         offsets = np.minimum(np.arange(width), np.maximum(lengths - 1, 0)[:, None])
         places = np.minimum(firsts[:, None] + offsets, self.unread.tokens - 1)
-        return self.unread.in_stream(places), lengths
+        return self.unread.in_stream(places), lengths, self.unread.stretches_of(places[:, 0])
 
     def _lengths(self, turn: int) -> Indices:
         return self.extent(turn, np.arange(self.rows))[1]

@@ -34,6 +34,11 @@ class Unread:
         owner = np.searchsorted(begins, places, side="right") - 1
         return places - begins[owner] + self.starts[owner]
 
+    def stretches_of(self, places: Indices) -> Indices:
+        """Return the first token of the contiguous text in which each of these places is."""
+        owner = np.searchsorted(self._begins, places, side="right") - 1
+        return self.starts[self._firsts[owner]]
+
     def keep(self, starts: Indices, stops: Indices) -> Unread:
         """Return what remains when only the places starts[i]..stops[i] (ascending, disjoint) are still unread."""
         nonempty = stops > starts
@@ -52,6 +57,14 @@ class Unread:
         apart = np.concatenate([[True], self.starts[1:] != self.stops[:-1], [True]])
         merged = np.concatenate([self.starts[apart[:-1]], self.stops[apart[1:]]])
         return hashlib.sha256(merged.astype("<i8").tobytes()).hexdigest()[:16]
+
+    @cached_property
+    def _firsts(self) -> Indices:
+        """Return, for each range, the first of the ranges that touch one another up to it."""
+        index = np.arange(len(self.starts))
+        touches = np.concatenate([[False], self.starts[1:] == self.stops[:-1]])
+        firsts: Indices = np.maximum.accumulate(np.where(touches, 0, index))
+        return firsts
 
     @cached_property
     def _begins(self) -> Indices:

@@ -1,8 +1,10 @@
-"""Each rank writes a heartbeat every few seconds, and ends itself when another rank is lost.
+"""Each rank sends a heartbeat every few seconds, and ends itself when another rank is lost.
 
-Nothing else notices a rank that hangs or a host that is down: collectives wait for minutes or for ever. Rank 0 watches
-all ranks, the others watch rank 0 and the ranks of their own host, so the number of reads grows with the ranks and not
-with their square. Only changes count, by this host's own clock, so clocks that differ between hosts do no harm.
+Nothing else notices a rank that hangs or a host that is down: collectives wait for minutes or for ever. The ranks of a
+host share a board in memory, on which all watch all. The first living rank of a host writes the board to the host's
+file in the run's folder. Rank 0 reads the files of all hosts, and that first rank reads the file of rank 0's host: the
+load on a shared disk grows with the hosts, and nothing there is ever listed. Only changes count, by this host's own
+clock, so clocks that differ between hosts do no harm.
 """
 
 from __future__ import annotations
@@ -10,24 +12,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_style.base.command import EXIT_FAILED, log
 from megatron_style.base.run_folder import RunFolder
+from megatron_style.hosts.board import Board
 from megatron_style.hosts.forwarded_environment import LAUNCH
 from megatron_style.supervision.process import this_process
 from megatron_style.supervision.record import (
     Follows,
+    HostFile,
     Phase,
     RankRecord,
     Seen,
+    line_of,
     now,
-    read_records,
+    parse_record,
     what_is_lost,
-    write_record,
 )
 
 TIMEOUT_SECONDS = 15.0  # a rank without a heartbeat for longer is lost
@@ -109,17 +113,25 @@ class Heartbeat:
         *,
         rank: int,
         launch: str,
-        watches: Iterable[int],
+        hosts: Sequence[Sequence[int]],
+        board: Board,
         timeout: float = TIMEOUT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
         every_beat: Callable[[], str | None] = lambda: None,
         before_leaving: Callable[[int, str], None] = lambda _step, _reason: None,
     ) -> None:
-        """Take callbacks: `every_beat` may return a reason to end, `before_leaving` gets the step and the reason."""
+        """Take the ranks of each host, in order, and the board of this one, with a slot for each of its ranks.
+        `every_beat` may return a reason to end, `before_leaving` gets the step and the reason."""
         self._folder = folder
         self._rank = rank
         self._launch = launch
-        self._others = sorted(set(watches) - {rank})
-        self._watch = Watch(launch, timeout=timeout)
+        self._hosts = hosts
+        self._here = next(ranks for ranks in hosts if rank in ranks)
+        self._board = board
+        self._on_board: dict[int, Seen] = {}
+        self._files: dict[int, HostFile] = {}  # by the first rank of a host
+        self._is_first = rank == self._here[0]  # of the living ranks of this host
+        self._watch = Watch(launch, clock, timeout=timeout)
         self._interval = timeout / BEATS
         self._process = this_process()
         self._phase: Phase = "preflight"
@@ -142,23 +154,71 @@ class Heartbeat:
         self._phase = phase
 
     def beat(self) -> None:
+        """Write to the board and, as the host's first living rank or with the last word of this one, to its file."""
         with self._writing:
             self._beats += 1
-            write_record(
-                self._folder,
-                RankRecord(
-                    **vars(self._process), rank=self._rank, launch=self._launch, step=self.step, phase=self._phase,
-                    time=now(), beats=self._beats, during=self._during, error=self._error, follows=self._follows,
-                    key=os.environ.get(LAUNCH, ""),
-                ),
+            record = RankRecord(
+                **vars(self._process), rank=self._rank, launch=self._launch, step=self.step, phase=self._phase,
+                time=now(), beats=self._beats, during=self._during, error=self._error, follows=self._follows,
+                key=os.environ.get(LAUNCH, ""),
             )  # fmt: skip
+            self._board.write(line_of(record))
+            self._is_first = self._is_first or self._all_before_are_gone()
+            if self._is_first or self._phase in ("ended", "failed"):
+                self._publish()
+
+    def publish(self) -> None:
+        """Write the host's file, when all of its ranks are on the board."""
+        with self._writing:
+            if self._is_first:
+                self._publish()
+
+    def look(self) -> list[LostRank]:
+        """Return the ranks that are lost: of this host, and of those whose files this rank reads."""
+        found = self._read_board()
+        if self._rank == 0:
+            for ranks in self._hosts[1:]:
+                found |= self._file_of(ranks).read()
+        elif self._is_first and 0 not in self._here:
+            found |= self._file_of(self._hosts[0]).read()
+        return self._watch.look({rank: seen for rank, seen in found.items() if rank != self._rank})
+
+    def _all_before_are_gone(self) -> bool:
+        board = self._read_board()
+        return all(board[rank].record.is_gone for rank in self._here if rank < self._rank and rank in board)
+
+    def _file_of(self, ranks: Sequence[int]) -> HostFile:
+        if ranks[0] not in self._files:
+            self._files[ranks[0]] = HostFile(RunFolder(self._folder).host_records(ranks[0]))
+        return self._files[ranks[0]]
+
+    def _read_board(self) -> dict[int, Seen]:
+        """Return the records of this host. In place of one that is just being written, return the one before."""
+        lines = self._board.read()
+        for rank, line in zip(self._here, lines, strict=True):
+            if not line:
+                self._on_board.pop(rank, None)
+            elif rank not in self._on_board or self._on_board[rank].mark[1] != line:
+                record = parse_record(line)
+                if record is not None:
+                    self._on_board[rank] = Seen(record, (0, line))
+        return dict(self._on_board)
+
+    def _publish(self) -> None:
+        lines = [seen.mark[1] for seen in self._read_board().values()]
+        file = self._file_of(self._here)
+        if lines:
+            file.write(lines)
+        else:
+            file.remove()
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._done.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def ended(self) -> None:
         self.stop()
@@ -172,7 +232,9 @@ class Heartbeat:
     def withdrawn(self) -> None:
         """Stop and leave no record: this rank's input is wrong, and it reports that itself."""
         self.stop()
-        RunFolder(self._folder).record(self._rank).unlink(missing_ok=True)
+        with self._writing:
+            self._board.write(b"")
+            self._publish()
 
     def wait_for_cause(self, error: str) -> None:
         """Wait after a lost connection: another rank failed first. The thread reports which, and ends this process."""
@@ -192,7 +254,7 @@ class Heartbeat:
             try:
                 self.beat()
                 reason = self._every_beat()
-                losses = self._watch.look(read_records(self._folder, self._others))
+                losses = self.look()
             except OSError:  # a disk that is full or unreachable for a moment is no reason to end
                 continue
             if reason:
@@ -213,19 +275,32 @@ class Heartbeat:
             os._exit(EXIT_FAILED)
 
     def _reports(self, losses: list[LostRank]) -> bool:
-        """True if this is the first living rank of those that know the cause, so that it is logged once."""
+        """True if this rank logs the cause, so that it is logged once: the first rank that can, on the host of the lost
+        one or, if none is left there, of all."""
         lost = {loss.record.rank for loss in losses if not loss.record.follows}
-        records = [seen.record for seen in read_records(self._folder).values() if seen.record.launch == self._launch]
-        living = {record.rank for record in records if record.phase != "ended" and not record.is_gone} - lost
-        following = {record.rank for record in records if record.follows}
-        return bool(lost) and self._rank == min(living | following | {self._rank})
+        if not lost:
+            return False  # those that know the cause have logged it
+        nearest = next(ranks for ranks in self._hosts if min(lost) in ranks)
+        for ranks in (nearest, *self._hosts):
+            able = self._able_to_report(ranks) - lost
+            if able:
+                return self._rank == min(able)
+        return True
+
+    def _able_to_report(self, ranks: Sequence[int]) -> set[int]:
+        """Return the ranks of a host that are alive, or have left after they have reported what they knew."""
+        seen = self._read_board() if ranks == self._here else self._file_of(ranks).read()
+        records = [found.record for found in seen.values() if found.record.launch == self._launch]
+        living = {record.rank for record in records if record.phase != "ended" and not record.is_gone}
+        return living | {record.rank for record in records if record.follows}
 
     def _warn_of_missing_ranks(self) -> None:
         """Warn once, on rank 0, of ranks whose records have never appeared."""
         if self._checked_for_missing or self._rank or time.monotonic() - self._began < APPEAR_SECONDS:
             return
         self._checked_for_missing = True
-        missing = sorted(set(self._others) - self._watch.known)
+        others = {rank for ranks in self._hosts for rank in ranks if rank != self._rank}
+        missing = sorted(others - self._watch.known)
         if missing:
             records = RunFolder(self._folder).ranks
             log(

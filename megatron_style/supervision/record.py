@@ -1,12 +1,14 @@
-"""The state of a run on disk: `ranks/rank_00003.json`, one for each rank, and `status.json` when it has ended."""
+"""The state of a run on disk: `ranks/host_00000.jsonl`, one for each host, and `status.json` when the run has ended."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +16,7 @@ from typing import Any, Literal, get_args
 from megatron_style.base.files import write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.base.run_folder import RunFolder, step_of
+from megatron_style.hosts.board import SLOT_BYTES
 from megatron_style.supervision.process import Process
 
 Phase = Literal["preflight", "training", "evaluating", "saving", "ended", "failed"]
@@ -48,13 +51,15 @@ class Status:
 
 @dataclass(frozen=True)
 class Seen:
-    """A record, and a mark of its file that changes with every heartbeat, even on a full disk."""
+    """A record, and a mark that changes with every heartbeat, even on a full disk."""
 
     record: RankRecord
     mark: tuple[int, bytes]
 
 
-_MOST_BYTES = 2**16
+_MOST_BYTES = 2**20
+_PHASES = frozenset(get_args(Phase))
+_FOLLOWS = frozenset(get_args(Follows))
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -62,29 +67,77 @@ def now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def line_of(record: RankRecord) -> bytes:
+    """Return the record as one line, which fits into a slot of a board; a long error is cut."""
+    line = json.dumps(asdict(record)).encode()
+    if len(line) <= SLOT_BYTES:
+        return line
+    assert record.error, "only an error is long"
+    return line_of(replace(record, error=record.error[: len(record.error) // 2]))
+
+
+def parse_record(line: bytes) -> RankRecord | None:
+    """Return the record of a line; None if it is damaged."""
+    try:
+        record = RankRecord(**parse_json(line))
+    except (ValueError, TypeError):
+        return None
+    return record if _is_sound(record) else None
+
+
+class HostFile:
+    """The records of a host's ranks, one per line. It is written in place: a network disk compares a file that is
+    opened with the server's, but may show a file that replaces another one late."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = b""
+        self._changed = 0
+        self._touches = 0
+        self._seen: dict[int, Seen] = {}
+
+    def write(self, lines: Iterable[bytes]) -> None:
+        """Write the records. On a full disk the old file is touched, which also counts as a heartbeat of all."""
+        content = b"".join(line + b"\n" for line in lines)
+        try:
+            _write_in_place(self._path, content)
+        except OSError:
+            os.utime(self._path)
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def read(self) -> dict[int, Seen]:
+        """Return the records by rank. In place of a line that is damaged or half written, return the one before."""
+        try:
+            content, changed = _read_all(self._path)
+        except FileNotFoundError:
+            self._seen = {}
+            return {}
+        self._touches += content == self._content and changed != self._changed
+        self._content = content
+        self._changed = changed
+        *lines, rest = content.split(b"\n")
+        found: dict[int, Seen] = {}
+        for line in lines:
+            if record := parse_record(line):
+                found[record.rank] = Seen(record, (self._touches, line))
+        is_complete = len(found) == len(lines) and not rest
+        self._seen = found if is_complete else self._seen | found
+        return self._seen
+
+
 def write_record(folder: Path, record: RankRecord) -> None:
-    """Write a heartbeat. On a full disk the old file is touched, which also counts as one."""
-    path = RunFolder(folder).record(record.rank)
-    try:
-        _write(path, asdict(record))
-    except OSError:
-        os.utime(path)
+    """Write the record of a host with a single rank."""
+    HostFile(RunFolder(folder).host_records(record.rank)).write([line_of(record)])
 
 
-def read_records(folder: Path, ranks: Iterable[int] | None = None) -> dict[int, Seen]:
-    """Return the records of these ranks, or of all; missing ones are left out."""
-    run_folder = RunFolder(folder)
-    try:
-        names = sorted(os.listdir(run_folder.ranks))  # noqa: PTH208 - listing also makes network disks refresh
-    except OSError:
-        return {}
-    wanted = None if ranks is None else {run_folder.record(rank).name for rank in ranks}
-    found = {}
-    for name in names:
-        if name.endswith(".json") and (wanted is None or name in wanted):
-            seen = _read_record(run_folder.ranks / name)
-            if seen:
-                found[seen.record.rank] = seen
+def read_records(folder: Path) -> dict[int, Seen]:
+    """Return the records of all ranks; missing ones are left out."""
+    found: dict[int, Seen] = {}
+    for path in RunFolder(folder).all_host_records():
+        with suppress(OSError):
+            found |= HostFile(path).read()
     return found
 
 
@@ -120,15 +173,23 @@ def what_is_lost(folder: Path, step: int) -> str:
     return f"the steps after the checkpoint of step {saved} are lost"
 
 
-def _read_record(path: Path) -> Seen | None:
+def _write_in_place(path: Path, content: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES)
-            changed = os.fstat(file.fileno()).st_mtime_ns
-        record = RankRecord(**parse_json(content))
-    except (OSError, ValueError, TypeError):
-        return None
-    return Seen(record, (changed, content)) if _is_sound(record) else None
+        if os.write(file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.ftruncate(file, len(content))
+    finally:
+        os.close(file)
+
+
+def _read_all(path: Path) -> tuple[bytes, int]:
+    """Return the content of a file, and the time of its last change."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _MOST_BYTES), os.fstat(file).st_mtime_ns
+    finally:
+        os.close(file)
 
 
 def _is_sound(record: RankRecord) -> bool:
@@ -138,8 +199,8 @@ def _is_sound(record: RankRecord) -> bool:
         is_sound_process(record)
         and all(_is_number(number) for number in (record.rank, record.step, record.beats))
         and all(type(text) is str for text in (record.launch, record.key, record.time, record.during, record.error))
-        and record.phase in get_args(Phase)
-        and record.follows in get_args(Follows)
+        and record.phase in _PHASES
+        and record.follows in _FOLLOWS
     )
 
 

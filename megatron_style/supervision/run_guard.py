@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from megatron_style.base.command import EXIT_INTERRUPTED, log
 from megatron_style.base.errors import Diverged, Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
+from megatron_style.hosts.board import Board, new_board, open_board
 from megatron_style.parallel.collectives import broadcast_json, gather_json
 from megatron_style.supervision.heartbeat import TIMEOUT_SECONDS, Heartbeat
 from megatron_style.supervision.lock import FolderLock, remove_if_empty
@@ -35,18 +37,21 @@ def guard_run(
     the others end within twice the timeout, and one of them reports which it was."""
     launch = _begin(RunFolder(folder))
     try:
-        with rank_log(folder, dist.get_rank(), launch.name) as terminal:
+        with rank_log(folder, dist.get_rank(), launch.name) as terminal, _hosts_and_board() as (hosts, board):
             heartbeat = Heartbeat(
                 folder,
                 rank=dist.get_rank(),
                 launch=launch.name,
-                watches=_ranks_to_watch(),
+                hosts=hosts,
+                board=board,
                 timeout=timeout,
                 every_beat=launch.refresh_lock,
                 before_leaving=launch.fails,
             )
             signals.react = lambda: _end_at_once(folder, heartbeat.step) if signals.ends_at_once else None
-            heartbeat.beat()  # from here on the rank may be asked to stop
+            heartbeat.beat()
+            dist.barrier()  # every rank is on the board of its host
+            heartbeat.publish()  # from here on the ranks may be asked to stop
             dist.barrier()  # every rank has its record: one that is missing from now on is lost
             heartbeat.start()
             try:
@@ -98,17 +103,42 @@ def _begin(folder: RunFolder) -> _Launch:
     refusal, name = broadcast_json([lock.take(), uuid.uuid4().hex] if lock else None)
     if refusal:
         raise UserError(refusal)
+    if lock:
+        for left in folder.all_host_records():  # by a launch before, perhaps on other hosts
+            left.unlink()
     for part in (folder.ranks, folder.logs):
         part.mkdir(parents=True, exist_ok=True)
     return _Launch(folder, name, lock)
 
 
-def _ranks_to_watch() -> list[int]:
-    """Return all ranks on rank 0; on the others rank 0, whose end they notice, and the ranks of their own host."""
+@contextmanager
+def _hosts_and_board() -> Iterator[tuple[list[list[int]], Board]]:
+    """Yield the ranks of each host, in order, and the board that those of this host share. If they do not all see it,
+    because containers have a /dev/shm each, every one of them counts as a host of its own."""
     process = this_process()
+    rank = dist.get_rank()
     places = gather_json([process.host, process.place])
-    here = places[dist.get_rank()]
-    return [rank for rank, place in enumerate(places) if 0 in (rank, dist.get_rank()) or place == here]
+    here = [other for other, place in enumerate(places) if place == places[rank]]
+    with new_board(len(here)) as path:
+        paths = gather_json(str(path))
+        shared = _open_if_seen(Path(paths[here[0]]), here, rank)
+        sees = gather_json(shared is not None)  # and all have opened what they can
+        board = shared if shared and all(sees[other] for other in here) else open_board(path, 1, 0)
+    blind = [place for place, sees_it in zip(places, sees, strict=True) if not sees_it]
+    hosts: dict[str, list[int]] = {}
+    for other, place in enumerate(places):
+        hosts.setdefault(f"rank {other}" if place in blind else json.dumps(place), []).append(other)
+    try:
+        yield list(hosts.values()), board
+    finally:
+        board.close()
+
+
+def _open_if_seen(path: Path, here: list[int], rank: int) -> Board | None:
+    try:
+        return open_board(path, len(here), here.index(rank))
+    except OSError:
+        return None
 
 
 def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:

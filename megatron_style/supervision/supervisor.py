@@ -28,6 +28,7 @@ from megatron_style.supervision.signals import StopSignals
 STOP_SECONDS = 120.0  # to save and leave, when the supervisor is asked to stop
 LONGEST_PAUSE = 300.0
 LOOK_SECONDS = 1.0
+POSITION_SECONDS = 10.0  # between two looks at the records of all hosts
 
 
 class StopAsked(Exception):
@@ -140,12 +141,15 @@ class Supervisor:
     def _wait(self, launch: Launch) -> None:
         last = self._position()
         since = time.monotonic()
+        looked = since
         while not launch.has_ended:
             self._sleep(LOOK_SECONDS)
-            position = self._position()
-            if position != last:
-                last = position
-                since = time.monotonic()
+            if time.monotonic() - looked > min(POSITION_SECONDS, self._spec.stall / 4):
+                looked = time.monotonic()
+                position = self._position()
+                if position != last:
+                    last = position
+                    since = looked
             if time.monotonic() - since > self._spec.stall and not launch.has_ended:
                 raise Failed(f"no new step for {self._spec.stall:g} s")
 

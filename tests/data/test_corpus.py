@@ -58,7 +58,7 @@ def test_the_sources_of_a_blend_have_one_tokenizer(tmp_path: Path) -> None:
 def test_a_row_is_read_from_its_source() -> None:
     streams = [np.arange(100), np.arange(500, 600)]
     places = np.array([[0, 1, 2], [7, 8, 8], [0, 1, 2]])
-    batch = read_batch(streams, Reading(places, np.array([3, 2, 3]), np.array([0, 0, 1])), eos=9)
+    batch = read_batch(streams, Reading(places, np.array([3, 2, 3]), np.array([0, 0, 1]), places[:, 0]), eos=9)
     assert batch.inputs.tolist() == [[9, 0, 1], [6, 7, 7], [9, 500, 501]]
     assert batch.targets.tolist() == [[0, 1, 2], [7, 8, 8], [500, 501, 502]]
     assert batch.counted.sum(axis=1).tolist() == [3, 2, 3]

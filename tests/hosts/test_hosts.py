@@ -120,5 +120,5 @@ def test_an_odd_record_of_a_rank_is_not_there(tmp_path: Path, change: dict[str, 
     (tmp_path / "ranks").mkdir()
     write_record(tmp_path, record)
     assert read_records(tmp_path)[1].record == record
-    RunFolder(tmp_path).record(1).write_text(json.dumps(asdict(record) | change))
+    RunFolder(tmp_path).host_records(1).write_text(json.dumps(asdict(record) | change) + "\n")
     assert read_records(tmp_path) == {}

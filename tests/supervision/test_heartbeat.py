@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_style.base.errors import RunFailed, Stopped, UserError
 from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.hosts.board import Board, new_board, open_board
 from megatron_style.supervision.heartbeat import Heartbeat, Watch
 from megatron_style.supervision.process import Process
 from megatron_style.supervision.record import RankRecord, Seen, read_records, read_status
@@ -25,6 +26,11 @@ from megatron_style.supervision.signals import StopSignals
 
 TIMEOUT = 3.0  # seconds; of runs, which the tests wait for
 ELSEWHERE = Process("node-7", "another boot", 123, 456)
+
+
+def board_of(slots: int, own: int) -> Board:
+    with new_board(slots) as path:
+        return open_board(path, slots, own)
 
 
 class Clock:
@@ -89,7 +95,7 @@ def test_a_folder_that_is_not_shared_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_style.supervision.heartbeat.APPEAR_SECONDS", 0.0)
-    heartbeat = Heartbeat(tmp_path, rank=0, launch="this launch", watches=[0, 1, 2])
+    heartbeat = Heartbeat(tmp_path, rank=0, launch="this launch", hosts=[[0], [1, 2]], board=board_of(1, 0))
     for _ in range(2):
         heartbeat._warn_of_missing_ranks()
     (told,) = capsys.readouterr().err.splitlines()

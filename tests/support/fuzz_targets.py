@@ -331,7 +331,7 @@ def records(folder: Path) -> Target:
         if refusal:
             raise UserError(refusal)
 
-    return _target(folder, ["*.json"], read)
+    return _target(folder, ["*.json", "*.jsonl"], read)
 
 
 def hostfile(folder: Path) -> Target:

@@ -22,13 +22,22 @@ def score_row(
 ) -> list[float]:
     """Return -ln p of every token of one row, read in segments of L with a cache of the C tokens before."""
     cached: list[list[Array]] = [[] for _ in range(config.layers)]
+    everything = [eos, *tokens]
     nll = []
     for start in range(0, len(tokens), L):
         segment = tokens[start : start + L]
         inputs = [tokens[start - 1] if start else eos, *segment[:-1]]
-        hidden, cached = _decode(config, w, inputs, cached, C)
+        remembered = min(C, start)
+        firsts = [_first_seen(config, everything[start - remembered : start + i + 1]) for i in range(len(inputs))]
+        hidden, cached = _decode(config, w, inputs, cached, C, firsts)
         nll += [_nll(config, vocab_size, w, h, target) for h, target in zip(hidden, segment, strict=True)]
     return nll
+
+
+def _first_seen(config: ModelConfig, inputs: list[int]) -> int:
+    """Return the place of the first token that the last one sees: all of them, or those of its document."""
+    ends = [place for place, token in enumerate(inputs) if token == config.document_end]
+    return ends[-1] if ends else 0
 
 
 def position(p: int, size: int) -> Array:
@@ -39,7 +48,7 @@ def position(p: int, size: int) -> Array:
 
 
 def _decode(
-    config: ModelConfig, w: Weights, inputs: list[int], cached: list[list[Array]], C: int
+    config: ModelConfig, w: Weights, inputs: list[int], cached: list[list[Array]], C: int, firsts: list[int]
 ) -> tuple[list[Array], list[list[Array]]]:
     D = config.hidden_size
     hidden = [_embed(config, w, token) * math.sqrt(D) for token in inputs]
@@ -52,7 +61,9 @@ def _decode(
             name = f"blocks.{len(kept)}."
             before = cached[len(kept)]
             seen = before + [_norm(h, w, name + "attention_norm.") for h in hidden]
-            mixed = [_attend(config, w, name + "attention.", seen, len(before) + i) for i in range(len(hidden))]
+            mixed = [
+                _attend(config, w, name + "attention.", seen, len(before) + i, firsts[i]) for i in range(len(hidden))
+            ]
             hidden = [h + m for h, m in zip(hidden, mixed, strict=True)]
             kept.append(seen[len(seen) - min(C, len(seen)) :])
         else:
@@ -64,8 +75,8 @@ def _decode(
     return hidden, kept
 
 
-def _attend(config: ModelConfig, w: Weights, name: str, seen: list[Array], me: int) -> Array:
-    """Attend from token `me` to itself and all tokens before it; positions count from the oldest cached token."""
+def _attend(config: ModelConfig, w: Weights, name: str, seen: list[Array], me: int, first: int) -> Array:
+    """Attend from token `me` to the tokens from `first` to itself; positions count from the oldest cached token."""
     D = config.hidden_size
     E = D // config.heads
     pos = [position(j, D) if config.positions == "infused" else np.zeros(D) for j in range(me + 1)]
@@ -74,12 +85,12 @@ def _attend(config: ModelConfig, w: Weights, name: str, seen: list[Array], me: i
     for head in range(config.heads):
         part = slice(head * E, (head + 1) * E)
         logits = []
-        for j in range(me + 1):
+        for j in range(first, me + 1):
             key = _linear(seen[j] + pos[j], w, name + "key.")
             logits.append(float(query[part] @ key[part]) / math.sqrt(E))
         total = sum(math.exp(x - max(logits)) for x in logits)
-        for j in range(me + 1):
-            share = math.exp(logits[j] - max(logits)) / total
+        for j in range(first, me + 1):
+            share = math.exp(logits[j - first] - max(logits)) / total
             out[part] += share * _linear(seen[j], w, name + "value.")[part]
     return _linear(out, w, name + "out.")
 

@@ -27,7 +27,7 @@ from megatron_style.data.readers.inputs import InputFile
 from megatron_style.data.readers.parse import Texts, read_texts
 from megatron_style.data.store import TokenStoreWriter, Written, token_dtype
 from megatron_style.data.text import lines_of
-from megatron_style.data.tokenizer import BPE_FILE, BpeTokenizer, Tokenizer, WordDictionary, load_tokenizer
+from megatron_style.data.tokenizer import BPE_FILE, UNK, BpeTokenizer, Tokenizer, WordDictionary, load_tokenizer
 
 _COUNTS = "counts"  # the pass that counts words or byte pairs
 _REPORTED = 5  # parts left out that are named, of each split
@@ -168,6 +168,8 @@ def encode_chunk(options: EncodeOptions, read_options: ReadOptions, chunk: Chunk
     encoded = tokenizer.encode_texts(found.texts)
     ids = encoded.ids
     sizes = encoded.line_sizes
+    if options.end_of_document is not None and tokenizer.kind == "words":  # only ends of documents may have that id
+        ids[ids == options.end_of_document] = UNK
     unknown = 0 if tokenizer.unk is None else int(np.count_nonzero(ids == tokenizer.unk))
     last_lines = _lines_up_to_documents(found, encoded.text_lines, closes=chunk.closes)
     ends = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[last_lines]

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
+from megatron_style.data.corpus import END_OF_DOCUMENT, RECORD_FILE
 from megatron_style.data.documents import DOCUMENTS_SUFFIX
 from megatron_style.data.inspection import RECORD_SUFFIX
 from megatron_style.data.preparation.corpora import SPLITS
@@ -41,13 +42,12 @@ from megatron_style.data.tokenizer import (
     load_tokenizer,
 )
 
-_RECORD_FILE = "corpus.json"
 _RECORD_FORMAT = 1
 _FILES_OF_KINDS = {"words": DICTIONARY_FILE, "bpe": BPE_FILE, "pretrained": PRETRAINED_FILE}
 _REPLACE_HINT = "use --overwrite to replace it, or another folder"
 _STORE_SUFFIXES = (".bin", ".idx", DOCUMENTS_SUFFIX, RECORD_SUFFIX)
 _STORE_FILES = {f"{split}{suffix}" for split, suffix in product(SPLITS, _STORE_SUFFIXES)}
-_OUTPUT_FILES = {_RECORD_FILE, *TOKENIZER_FILES} | _STORE_FILES
+_OUTPUT_FILES = {RECORD_FILE, *TOKENIZER_FILES} | _STORE_FILES
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def prepare_corpus(
         return record, False
     with work_folder(output, identity, save_seconds=save_seconds) as work:
         record = _prepare(recipe, identity, Passes(pool, work, recipe.reading))
-        (work.folder / _RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (work.folder / RECORD_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record, True
 
 
@@ -108,7 +108,7 @@ def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dic
         if not counts.tokens:
             raise UserError(f"--{split}: nothing is left of its text; see the parts that were left out above")
         splits[split] = asdict(counts)
-    return _record(identity, tokenizer, splits)
+    return _record(identity, tokenizer, splits, options.end_of_document)
 
 
 def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
@@ -160,13 +160,16 @@ def _tokenizer_digest(path: Path) -> str:
     return file_digest(path)
 
 
-def _record(identity: Mapping[str, Any], tokenizer: Tokenizer, splits: Mapping[str, Any]) -> dict[str, Any]:
+def _record(
+    identity: Mapping[str, Any], tokenizer: Tokenizer, splits: Mapping[str, Any], end_of_document: int | None
+) -> dict[str, Any]:
     """Return the record. Equal corpora have equal records: time, machine and workers are left out."""
     return {
         "format": _RECORD_FORMAT,
         "tokenizer": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "eos": tokenizer.eos,
+        END_OF_DOCUMENT: end_of_document,
         "settings": identity["settings"],
         "splits": {split: {**counts, "sources": identity["sources"][split]} for split, counts in splits.items()},
     }
@@ -188,7 +191,7 @@ def _existing_record(output: Path, identity: Mapping[str, Any]) -> dict[str, Any
     if not output.exists() or not any(output.iterdir()):
         return None
     try:
-        record: dict[str, Any] = json.loads((output / _RECORD_FILE).read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
         found = {
             "settings": record["settings"],
             "sources": {split: content["sources"] for split, content in record["splits"].items()},
@@ -201,7 +204,7 @@ def _existing_record(output: Path, identity: Mapping[str, Any]) -> dict[str, Any
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"--output {output}: exists and is not a complete corpus ({error}); {_REPLACE_HINT}") from error
     if damaged:
-        raise UserError(f"--output {output}: {damaged[0]} is not what {_RECORD_FILE} says; {_REPLACE_HINT}")
+        raise UserError(f"--output {output}: {damaged[0]} is not what {RECORD_FILE} says; {_REPLACE_HINT}")
     if found != identity:
         raise UserError(f"--output {output}: holds another corpus ({_difference(found, identity)}); {_REPLACE_HINT}")
     return record

@@ -41,7 +41,9 @@ HOLDS: Holds = {
     "dropout": ANY,
 }
 _SHARED_KEYS = frozenset({"format_version", "vocab_size", "segment_length", "cache_length", "step"})  # same name here
-_LATER_KEYS = frozenset({"norm", "sandwich", "memory", "routing"})  # folders of older versions have only the default
+_LATER_KEYS = frozenset(
+    {"norm", "sandwich", "memory", "routing", "document_end"}
+)  # folders of older versions have only the default
 _SCORED_AT_ONCE = 32  # tokens; each has a float64 for every token of the vocabulary
 
 

@@ -68,7 +68,7 @@ def score(
 
     The passes are divided among the ranks of `axis`; each rank gets the complete score. `keep_keys` is called with the
     keys of this rank's passes."""
-    reader = Reader(model, tokens, eos, wants_keys=keep_keys is not None)
+    reader = Reader(model, tokens, eos, wants_keys=keep_keys is not None, lookback=protocol.cache_length)
     mode = MODES[protocol.mode]
     nll = torch.zeros(len(tokens), dtype=torch.float64, device=model.positions.table.device)
     times = torch.zeros(len(tokens), dtype=torch.int8, device=nll.device)
