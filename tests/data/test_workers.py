@@ -69,3 +69,26 @@ def test_mpi_is_not_started_outside_mpirun() -> None:
     code += "with worker_pool(2) as pool: list(pool.map(operator.neg, range(2)))\n"
     code += "sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    code = (
+        "import os, time\n"
+        "from megatron_style.data.preparation.workers import worker_pool\n"
+        "def pid(_):\n"
+        "    time.sleep(0.2)\n"
+        "    return os.getpid()\n"
+        "with worker_pool(2) as pool:\n"
+        "    print(*set(pool.map(pid, range(6))), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [Path("/proc") / pid for pid in parent.stdout.readline().split()]
+        assert workers
+        assert all(worker.exists() for worker in workers)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(worker.exists() for worker in workers)

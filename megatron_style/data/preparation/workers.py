@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import parent_process
+from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Protocol, TypeVar, cast
 
 from megatron_style.base.launchers import mpi_world_size
@@ -39,7 +42,7 @@ def worker_pool(workers: int) -> Iterator[WorkerPool]:
     elif workers == 1:
         yield _ThisProcess()
     else:
-        with ProcessPoolExecutor(workers, initializer=_leave_interrupts_to_the_parent) as executor:
+        with ProcessPoolExecutor(workers, initializer=_follow_the_parent) as executor:
             try:
                 yield _ExecutorPool(executor, in_flight=2 * workers)
             except BrokenProcessPool as error:
@@ -79,5 +82,12 @@ def _mpi_executor() -> Iterator[Executor]:
     sys.exit(0)  # another rank, after rank 0 is done
 
 
-def _leave_interrupts_to_the_parent() -> None:
+def _follow_the_parent() -> None:
+    """Leave interrupts to the parent, and end when it is killed: a worker that waits for work would wait for good."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_after, args=(parent_process(),), daemon=True).start()
+
+
+def _end_after(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
