@@ -25,5 +25,6 @@ cat <<END
 
 The run is in $run: the model in model/, its figures in metrics.jsonl, the page in report.html.
 Watch it in TensorBoard:  .venv/bin/tensorboard --logdir $run/tensorboard
+In a new shell:           source .venv/bin/activate
 Train your own text next: README.md, "Your own text".
 END
