@@ -24,6 +24,8 @@ from megatron_style.data.readers.inputs import InputFile, find_inputs
 from megatron_style.data.text import check_text_file
 from megatron_style.data.tokenizer import SMALLEST_BPE_VOCAB, load_tokenizer
 
+_COUNTED = ("documents", "lines", "words", "tokens", "unknown")
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
@@ -109,8 +111,9 @@ def _summary(output: Path, record: Mapping[str, Any], *, is_new: bool) -> dict[s
         "vocab_size": record["vocab_size"],
     }
     for split, content in record["splits"].items():
-        summary |= {f"{split}_{what}": content[what] for what in ("documents", "lines", "words", "tokens", "unknown")}
-        if content["left_out"]:
+        counted = [what for what in _COUNTED if what in content]  # an earlier version counted no documents
+        summary |= {f"{split}_{what}": content[what] for what in counted}
+        if content.get("left_out"):
             summary[f"{split}_left_out"] = content["left_out"]
     return summary
 

@@ -70,7 +70,7 @@ class Inspector:
 def inspect_ids(ids: Entries) -> Inspection:
     """Read all ids of a .bin; negative ones are refused."""
     inspector = Inspector()
-    with byte_progress(f"checking {ids.path}", ids.end) as advance:
+    with byte_progress(f"checking {ids.path}", ids.end, quiet_seconds=2) as advance:
         for number, block in enumerate(ids.blocks()):
             if int(block.min()) < 0:
                 at = int(np.argmax(block < 0))

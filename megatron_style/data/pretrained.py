@@ -43,7 +43,7 @@ class PretrainedTokenizer(Tokenizer):
         """Load the file that `save` writes."""
         content = _json_object(path)
         try:
-            model = read_model(json.dumps(content["tokenizer"]), path)
+            model = read_model(json.dumps(content["tokenizer"]).encode(), path)
             return cls(model, _known(model, content["eos"], path), dict(content["settings"]))
         except (LookupError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
@@ -130,7 +130,7 @@ def import_tokenizer(path: Path, eos: str | None = None) -> PretrainedTokenizer:
             f"--tokenizer {path}: no {BPE_FILE} there; write one with transformers: "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    model = read_model(file.read_text(encoding="utf-8"), file)
+    model = read_model(file.read_bytes(), file)
     settings = _json_object(file.with_name(SETTINGS_FILE)) if file.with_name(SETTINGS_FILE).is_file() else {}
     names = _json_object(file.with_name(_NAMES_FILE)) if file.with_name(_NAMES_FILE).is_file() else {}
     found = eos or _token_name(settings.get("eos_token")) or _token_name(names.get("eos_token"))

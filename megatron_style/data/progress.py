@@ -14,11 +14,13 @@ from megatron_style.base.errors import one_line
 
 
 @contextmanager
-def byte_progress(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """Yield the function to call with the number of bytes just done."""
+def byte_progress(label: str, total: int | None, *, quiet_seconds: float = 0) -> Iterator[Callable[[int], object]]:
+    """Yield the function to call with the number of bytes just done. Nothing is shown of a pass that takes less than
+    `quiet_seconds`."""
     if sys.stderr.isatty():
         label = one_line(label)
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True) as bar:
+        settings = {"desc": label, "unit": "B", "unit_scale": True, "dynamic_ncols": True, "delay": quiet_seconds}
+        with tqdm(total=total, file=sys.stderr, **settings) as bar:
             yield bar.update
         return
     done = 0
@@ -29,4 +31,6 @@ def byte_progress(label: str, total: int | None) -> Iterator[Callable[[int], obj
         done += count
 
     yield advance
-    log(f"{label}: {done / 1e6:.1f} MB in {time.monotonic() - begin:.1f} s")
+    seconds = time.monotonic() - begin
+    if seconds >= quiet_seconds:
+        log(f"{label}: {done / 1e6:.1f} MB in {seconds:.1f} s")

@@ -229,7 +229,7 @@ class BpeTokenizer(Tokenizer):
     @classmethod
     def load(cls, path: Path, convert: Callable[[str], str] = str) -> BpeTokenizer:
         """Load a file as `save` writes it; `convert` makes that content from another format."""
-        model = read_model(path.read_text(encoding="utf-8"), path, convert)
+        model = read_model(path.read_bytes(), path, convert)
         for index, special in enumerate(SPECIALS):
             if model.id_to_token(index) != special:
                 raise UserError(f"{path}: id {index} is {model.id_to_token(index)!r}; it must be {special!r}")
@@ -270,10 +270,10 @@ class BpeTokenizer(Tokenizer):
         write_atomic(folder / BPE_FILE, self._model.to_str(pretty=True))
 
 
-def read_model(text: str, path: Path, convert: Callable[[str], str] = str) -> tokenizers.Tokenizer:
+def read_model(content: bytes, path: Path, convert: Callable[[str], str] = str) -> tokenizers.Tokenizer:
     """Parse the content of a tokenizer file; `path` is for messages."""
     try:
-        return tokenizers.Tokenizer.from_str(convert(text))
+        return tokenizers.Tokenizer.from_str(convert(content.decode()))
     except (OSError, KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics

@@ -23,7 +23,8 @@ from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.convert import main
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.engine import TrainingEngine, _MpuView
+from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.zero_layout import MpuView
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.optimizer import make_optimizer
 from megatron_style.engine.session import distributed_session
@@ -161,7 +162,7 @@ def plain_engine(
         **settings,
     }
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, mpu=_MpuView(topology), dist_init_required=False
+        model=model, optimizer=optimizer, config=config, mpu=MpuView(topology), dist_init_required=False
     )
     if zero == 3:
         for param in model.vocabulary.parameters():
