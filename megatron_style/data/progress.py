@@ -19,8 +19,15 @@ def byte_progress(label: str, total: int | None, *, quiet_seconds: float = 0) ->
     `quiet_seconds`."""
     if sys.stderr.isatty():
         label = one_line(label)
-        settings = {"desc": label, "unit": "B", "unit_scale": True, "dynamic_ncols": True, "delay": quiet_seconds}
-        with tqdm(total=total, file=sys.stderr, **settings) as bar:
+        with tqdm(
+            total=total,
+            desc=label,
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            delay=quiet_seconds,
+        ) as bar:
             yield bar.update
         return
     done = 0

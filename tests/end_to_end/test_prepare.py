@@ -181,6 +181,25 @@ def test_the_same_recipe_again_changes_nothing(
     assert before == [(path, path.stat().st_mtime_ns) for path in sorted(out.iterdir())]
 
 
+def test_a_corpus_of_an_earlier_version_is_described_by_what_it_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = write_text(tmp_path / "text.txt", 20)
+    command = ("--train", text, "--valid", text, "--output", tmp_path / "out", "--workers", 1, "--json")
+    assert exit_code(*command) == 0
+    before = json.loads(capsys.readouterr().out)
+    path = tmp_path / "out" / "corpus.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for split in record["splits"].values():
+        del split["documents"], split["left_out"]
+    path.write_text(json.dumps(record), encoding="utf-8")
+    assert exit_code(*command) == 0
+    after = json.loads(capsys.readouterr().out)
+    assert after["train_tokens"] == before["train_tokens"]
+    assert "train_documents" in before
+    assert "train_documents" not in after
+
+
 def test_another_recipe_is_refused_unless_told_to_overwrite(
     tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

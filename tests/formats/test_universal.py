@@ -24,10 +24,10 @@ from megatron_style.config.run import RunConfig
 from megatron_style.convert import main
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.zero_layout import MpuView
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.optimizer import make_optimizer
 from megatron_style.engine.session import distributed_session
+from megatron_style.engine.zero_layout import MpuView
 from megatron_style.formats import model_folder, universal
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource
