@@ -25,12 +25,12 @@ from megatron_style.supervision.process import this_process
 from megatron_style.supervision.record import (
     Follows,
     HostFile,
+    LineParser,
     Phase,
     RankRecord,
     Seen,
     line_of,
     now,
-    parse_record,
     what_is_lost,
 )
 
@@ -77,31 +77,36 @@ class Watch:
                 self._changed[rank] = at
         losses = []
         for rank, seen in self._seen.items():
-            how = self._what_became_of(seen.record, silent=at - self._changed[rank], removed=rank not in current)
+            how = self._what_became_of(seen, silent=at - self._changed[rank], removed=rank not in current)
             if how:
-                losses.append(LostRank(seen.record, how))
+                losses.append(LostRank(seen.latest, how))
         return losses
 
     @property
     def known(self) -> set[int]:
         return set(self._seen)
 
-    def _what_became_of(self, record: RankRecord, *, silent: float, removed: bool) -> str | None:
-        where = f"step {record.step}, {record.during or record.phase}"
+    def _what_became_of(self, seen: Seen, *, silent: float, removed: bool) -> str | None:
+        record = seen.record
         if record.phase == "ended" or record.follows == "waiting":
             return None
         if record.phase == "failed":
-            return f"failed at {where}: {record.error}"
+            return f"failed at {_place_of(seen)}: {record.error}"
         if removed:
-            return f"removed its record at {where}: its input is wrong, or someone removed the folder"
+            return f"removed its record at {_place_of(seen)}: its input is wrong, or someone removed the folder"
         if record.is_gone:
-            return f"was killed; last heard of at {where}"
+            return f"was killed; last heard of at {_place_of(seen)}"
         if silent > self._timeout:
             return (
                 f"sent no heartbeat for {silent:.0f} s; the process or its host is presumed dead; "
-                f"last heard of at {where}"
+                f"last heard of at {_place_of(seen)}"
             )
         return None
+
+
+def _place_of(seen: Seen) -> str:
+    record = seen.latest
+    return f"step {record.step}, {record.during or record.phase}"
 
 
 class Heartbeat:
@@ -128,6 +133,7 @@ class Heartbeat:
         self._hosts = hosts
         self._here = next(ranks for ranks in hosts if rank in ranks)
         self._board = board
+        self._parser = LineParser()
         self._on_board: dict[int, Seen] = {}
         self._files: dict[int, HostFile] = {}  # by the first rank of a host
         self._is_first = rank == self._here[0]  # of the living ranks of this host
@@ -195,13 +201,9 @@ class Heartbeat:
     def _read_board(self) -> dict[int, Seen]:
         """Return the records of this host. In place of one that is just being written, return the one before."""
         lines = self._board.read()
-        for rank, line in zip(self._here, lines, strict=True):
-            if not line:
-                self._on_board.pop(rank, None)
-            elif rank not in self._on_board or self._on_board[rank].mark[1] != line:
-                record = parse_record(line)
-                if record is not None:
-                    self._on_board[rank] = Seen(record, (0, line))
+        written = [rank for rank, line in zip(self._here, lines, strict=True) if line]
+        seen = self._on_board | self._parser.seen(filter(None, lines))
+        self._on_board = {rank: seen[rank] for rank in written if rank in seen}
         return dict(self._on_board)
 
     def _publish(self) -> None:
@@ -282,17 +284,18 @@ class Heartbeat:
             return False  # those that know the cause have logged it
         nearest = next(ranks for ranks in self._hosts if min(lost) in ranks)
         for ranks in (nearest, *self._hosts):
-            able = self._able_to_report(ranks) - lost
+            able = self._able_to_report(ranks, lost)
             if able:
                 return self._rank == min(able)
         return True
 
-    def _able_to_report(self, ranks: Sequence[int]) -> set[int]:
-        """Return the ranks of a host that are alive, or have left after they have reported what they knew."""
+    def _able_to_report(self, ranks: Sequence[int], lost: set[int]) -> set[int]:
+        """Return the ranks of a host that are alive, or have left after they have reported what they knew: these may
+        look lost to a rank that read their records just before."""
         seen = self._read_board() if ranks == self._here else self._file_of(ranks).read()
         records = [found.record for found in seen.values() if found.record.launch == self._launch]
         living = {record.rank for record in records if record.phase != "ended" and not record.is_gone}
-        return living | {record.rank for record in records if record.follows}
+        return living - lost | {record.rank for record in records if record.follows}
 
     def _warn_of_missing_ranks(self) -> None:
         """Warn once, on rank 0, of ranks whose records have never appeared."""

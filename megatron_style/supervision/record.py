@@ -51,13 +51,21 @@ class Status:
 
 @dataclass(frozen=True)
 class Seen:
-    """A record, and a mark that changes with every heartbeat, even on a full disk."""
+    """A record, and a mark that changes with every heartbeat, even on a full disk. Step, time and beats of the record
+    may be those of an earlier heartbeat: most are only compared, not parsed."""
 
     record: RankRecord
-    mark: tuple[int, bytes]
+    mark: tuple[int, bytes]  # touches of its file, and its line
+
+    @property
+    def latest(self) -> RankRecord:
+        """Return the record of the last heartbeat."""
+        return parse_record(self.mark[1]) or self.record
 
 
 _MOST_BYTES = 2**20
+_PULSE = ("step", "time", "beats")  # change with every heartbeat, and are the end of a line
+_PULSE_BEGINS = b', "step": '  # not inside a text, where quotes are escaped
 _PHASES = frozenset(get_args(Phase))
 _FOLLOWS = frozenset(get_args(Follows))
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -69,7 +77,9 @@ def now() -> str:
 
 def line_of(record: RankRecord) -> bytes:
     """Return the record as one line, which fits into a slot of a board; a long error is cut."""
-    line = json.dumps(asdict(record)).encode()
+    fields = asdict(record)
+    pulse = {name: fields.pop(name) for name in _PULSE}
+    line = json.dumps(fields | pulse).encode()
     if len(line) <= SLOT_BYTES:
         return line
     assert record.error, "only an error is long"
@@ -85,6 +95,26 @@ def parse_record(line: bytes) -> RankRecord | None:
     return record if _is_sound(record) else None
 
 
+class LineParser:
+    """Parses lines that are read again and again; one of which only step, time and beats are new is not parsed."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, RankRecord] = {}
+
+    def seen(self, lines: Iterable[bytes], touches: int = 0) -> dict[int, Seen]:
+        """Return the records by rank, without damaged ones."""
+        known = self._known
+        self._known = {}
+        found: dict[int, Seen] = {}
+        for line in lines:
+            lasting = line.rpartition(_PULSE_BEGINS)[0]
+            record = known.get(lasting) or parse_record(line)
+            if record is not None:
+                self._known[lasting] = record
+                found[record.rank] = Seen(record, (touches, line))
+        return found
+
+
 class HostFile:
     """The records of a host's ranks, one per line. It is written in place: a network disk compares a file that is
     opened with the server's, but may show a file that replaces another one late."""
@@ -94,6 +124,7 @@ class HostFile:
         self._content = b""
         self._changed = 0
         self._touches = 0
+        self._parser = LineParser()
         self._seen: dict[int, Seen] = {}
 
     def write(self, lines: Iterable[bytes]) -> None:
@@ -118,10 +149,7 @@ class HostFile:
         self._content = content
         self._changed = changed
         *lines, rest = content.split(b"\n")
-        found: dict[int, Seen] = {}
-        for line in lines:
-            if record := parse_record(line):
-                found[record.rank] = Seen(record, (self._touches, line))
+        found = self._parser.seen(lines, self._touches)
         is_complete = len(found) == len(lines) and not rest
         self._seen = found if is_complete else self._seen | found
         return self._seen

@@ -141,6 +141,19 @@ def test_a_failure_reaches_the_other_hosts_and_is_reported_by_its_own(cluster: C
         assert heartbeat._reports([loss]) is (heartbeat is cluster.ranks[8])
 
 
+def test_a_silent_rank_was_last_heard_of_at_its_last_step(tmp_path: Path) -> None:
+    """Rank 0 has not parsed what it says: only the step was new."""
+    made = Cluster(tmp_path, 2)
+    for step in range(5):
+        made.ranks[8].at(step, "training")
+        made.pass_beat()
+    made.silent = set(made.hosts[1])
+    for _ in range(int(BEATS) + 1):
+        found = made.pass_beat()
+    assert found[0][0].endswith("last heard of at step 4, training")
+    made.close()
+
+
 def test_a_line_that_is_half_written_is_the_one_before(tmp_path: Path) -> None:
     made = Cluster(tmp_path, 1)
     made.pass_beat()
