@@ -41,7 +41,7 @@ def trained_text(run: RunConfig, notes: Path, *launches: int | None) -> list[str
     return [(notes / str(rank)).read_text() for rank in range(2)]
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.sweep)])
 def test_without_caches_a_resumed_run_reads_the_same_text_once(
     folder: Path, zero: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,8 +146,8 @@ INTO_AND_OUT = [
 @pytest.mark.parametrize(
     ("before", "split_before", "after", "split_after", "zero"),
     [
-        ("TP2DP2", "plain", "TP4DP1", "sequence-host", 1),
         ("TP2DP2", "host", "TP2DP2", "sequence", 2),
+        pytest.param("TP2DP2", "plain", "TP4DP1", "sequence-host", 1, marks=pytest.mark.sweep),
         pytest.param("TP4DP1", "sequence", "TP1DP2", "host", 3, marks=pytest.mark.sweep),
         *INTO_AND_OUT,
     ],

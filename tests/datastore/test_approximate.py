@@ -200,7 +200,7 @@ def trained(config: ModelFolderConfig, tokens: torch.Tensor, steps: int) -> Shor
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_on_real_text_approximate_search_costs_half_a_percent_at_most(tmp_path: Path) -> None:
     words = ("--tokenizer", "words", "--vocab-size", 2000)
     assert run_here(prepare, "--corpus", "sotu", "--output", tmp_path / "sotu", *words).code == 0

@@ -132,7 +132,7 @@ def test_so_does_a_grid_that_splits_what_is_replicated(corpus: Path, case: tuple
     expect_same(train_on(tensor * data, run), one_process(corpus, optimizer))
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["stored", "recompute"])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["stored", "recompute"])
 def test_caches_on_the_host_change_no_bit(corpus: Path, recompute: bool) -> None:
     run = partial(run_on, corpus, "nag", tensor=2, accumulation=3, recompute=recompute, zero=1, sequence=True)
     found = train_on(2, run(cache="host"))

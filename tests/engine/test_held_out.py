@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,16 @@ def evaluated(run: RunConfig) -> tuple[HeldOut, int]:
         return found, counts["passes"]
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "zero", "half"),
+    [
+        ("baseline", 1, True),
+        ("shortformer", 3, False),
+        ("shortformer", 1, True),
+        ("compressive", 3, True),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in product(MODELS, (1, 3), (False, True))),
+    ],
+)
 def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(
     folder: Path, name: str, zero: int, half: bool
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_grid_computes_what_one_process_computes(corpus: Path, system: str, gr
 @pytest.mark.parametrize(
     ("system", "half"),
     [
-        ("sandwich-shortformer", True),
+        pytest.param("sandwich-shortformer", True, marks=pytest.mark.sweep),
         ("transformer-xl-adaptive", False),
         ("compressive", True),
         pytest.param("compressive", False, marks=pytest.mark.sweep),
