@@ -80,6 +80,7 @@ def test_a_run_that_meets_one_fault_equals_one_that_meets_none(two_hosts: Cluste
     expect_undisturbed_losses(two_hosts, project, [fault])
 
 
+@pytest.mark.sweep
 def test_a_host_that_stays_away_is_left_out_and_no_token_is_lost(two_hosts: Cluster, project: Path) -> None:
     folder = two_hosts.disk / "fewer"
     run = write_run(folder, "run")
