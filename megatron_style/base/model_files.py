@@ -7,7 +7,7 @@ from pathlib import Path
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # of a shard, unless it is told otherwise
+SHARD_BYTES = 5 * 10**9  # of a shard, by default
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 

@@ -112,8 +112,8 @@ def fail_at(step: int) -> Callable[[RankFiles], None]:
     return fail
 
 
-def expect_failure(run: RunConfig, told: str, writer: Callable[[RankFiles], None]) -> None:
-    with pytest.raises(RunFailed, match=told):
+def expect_failure(run: RunConfig, message: str, writer: Callable[[RankFiles], None]) -> None:
+    with pytest.raises(RunFailed, match=message):
         train_with(run, writer)
 
 
@@ -122,14 +122,14 @@ def expect_failure(run: RunConfig, told: str, writer: Callable[[RankFiles], None
 def test_a_write_that_fails_on_one_rank_ends_the_run(folder: Path, world: int) -> None:
     """At the next step, or at the end for the last one; what was complete stays, and the run can be resumed."""
     run = make_run(folder, data=world, steps=6, output=OUTPUT | {"heartbeat_timeout": 5.0})
-    told = r"step 4 could not be written \(.*No space left on device\); the checkpoint of step 3 is unchanged"
-    run_ranks(world, expect_failure, run, told, fail_at(4))
+    message = r"step 4 could not be written \(.*No space left on device\); the checkpoint of step 3 is unchanged"
+    run_ranks(world, expect_failure, run, message, fail_at(4))
     assert complete_steps(run.output.path / "checkpoints") == [3, 2]
     undisturbed = make_run(folder, "undisturbed", data=world, steps=6, output=OUTPUT)
     on_ranks(undisturbed, world)
     age_event_files(run)
-    told = r"step 6 could not be written \(.*No space left on device\); the checkpoint of step 4 is unchanged"
-    run_ranks(world, expect_failure, run, told, fail_at(6))
+    message = r"step 6 could not be written \(.*No space left on device\); the checkpoint of step 4 is unchanged"
+    run_ranks(world, expect_failure, run, message, fail_at(6))
     assert not (run.output.path / "model").exists()
     on_ranks(run, world)
     expect_bitwise(run, undisturbed)
