@@ -7,9 +7,9 @@ from itertools import groupby, islice, pairwise
 from typing import TypeVar
 
 from megatron_style.config.model import ModelConfig
+from megatron_style.inference.scoring.chain import ChainedMemory
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.reader import Part, Reader, Window
-from megatron_style.model.chain import ChainedMemory
 from megatron_style.parallel.topology import Axis
 
 _Unit = TypeVar("_Unit")
