@@ -9,25 +9,17 @@ import pytest
 
 from megatron_style.paper.corpus import Source
 from megatron_style.paper.experiment import Experiment, findings_of
-from megatron_style.paper.page import as_json, as_markdown, present
-from megatron_style.paper.runs import RunSpec
+from megatron_style.paper.results.presented import as_json, as_markdown, present
 from megatron_style.paper.scale import scale_named
 
 KEPT = Path(__file__).parents[2] / "docs" / "results"
-
-
-class Kept(Experiment):
-    """Of its runs only the records are there, not the models."""
-
-    def is_finished(self, spec: RunSpec) -> bool:
-        return (self.folder(spec) / "metrics.jsonl").is_file()
 
 
 @pytest.mark.parametrize("corpus", ["sotu", "wikitext-2"])
 def test_every_number_is_in_the_records(corpus: str) -> None:
     folder = KEPT / corpus
     scale = scale_named("tiny")
-    kept = Kept(scale, Source("kept", folder), folder / "results", scale.seeds)
+    kept = Experiment(scale, Source("kept", folder), folder / "results", scale.seeds)
     found = findings_of(kept, kept.tables())
     page, complete = (folder / "results.md").read_text(encoding="utf-8"), set()
     for presented in (present(table, found) for table in kept.tables()):
