@@ -150,17 +150,17 @@ def _draw_grids(presented: Presented, path: Path) -> None:
 
 
 def _draw_grid(axes: Axes, figures: Sequence[Sequence[float | None]]) -> None:
-    """Draw one heat map. The colours end a third above the best figure, or the worst cells would hide all others."""
+    """Draw one heat map. The worst seventh of the cells shares a colour, or it would hide the differences of others."""
     values = [[math.nan if figure is None else figure for figure in row] for row in figures]
     finite = [value for row in values for value in row if math.isfinite(value)]
     low = min(finite, default=0.0)
-    high = min(max(finite, default=1.0), low * 4 / 3) or 1.0
-    shown = [[min(value, high) if math.isfinite(value) else math.nan for value in row] for row in values]
+    high = sorted(finite)[len(finite) * 6 // 7] if finite else low
+    shown = [[value if math.isfinite(value) else math.nan for value in row] for row in values]
     axes.imshow(shown, cmap="viridis", vmin=low, vmax=high if high > low else low + 1, aspect="auto")
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             is_dark = math.isfinite(value) and value < (low + high) / 2
-            text = "-" if math.isnan(value) else short(value)
+            text = "-" if math.isnan(value) else f"{value:.2f}" if value < 100 else short(value)
             weight = "bold" if value == low else "normal"
             axes.text(x, y, text, ha="center", va="center", color="white" if is_dark else "black", fontweight=weight)
 

@@ -66,8 +66,8 @@ def _write_page(experiment: Experiment, tables: Sequence[Presented], runs: Seque
 
 def _draw_charts(experiment: Experiment, folder: Path) -> dict[str, str]:
     """Draw what compares several systems, as far as it is measured, and return the titles by file."""
-    times = "Perplexity against training time"
-    positions = "Loss by position in the segment"
+    times = f"Perplexity against training time, scale {experiment.scale.name}"
+    positions = f"Loss by position in the segment, scale {experiment.scale.name}"
     drawn = {}
     if len(curves := perplexity_by_time(experiment)) > 1:
         draw_times(curves, times, folder / _TIMES)
