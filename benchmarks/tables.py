@@ -5,8 +5,9 @@
 
 Speeds that `reproduce` sees during its runs are those of a machine with other work. In a folder with `speeds.json` it
 uses these instead. A speed is that of the median of the rounds: a complete step (reading, forward, backward, update),
-with the scale's model, batch and dropout. The systems take turns, so that other work slows all of them alike; run it on
-an otherwise idle machine nevertheless.
+with the scale's model, batch and dropout. The systems take turns, so that other work slows all of them alike. With one
+thread (OMP_NUM_THREADS=1) the clock is the process's CPU time, which stands still while the process waits for other
+work; with several it is wall time, and the machine should be idle.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ from megatron_style.paper.tables import table
 from megatron_style.parallel.topology import Topology
 
 WARM_UP_STEPS = 2
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+
+
+def clock_name() -> str:
+    return "cpu" if torch.get_num_threads() == 1 else "wall"
 
 
 def stages_of(numbers: Sequence[int], scale: ExperimentScale) -> Iterator[tuple[Model, int]]:
@@ -53,13 +59,14 @@ def run_of(model: Model, length: int, scale: ExperimentScale, corpus: Path) -> R
 
 
 def measure(trainers: dict[str, Ours], tokens: int, rounds: int) -> dict[str, float]:
+    clock = CLOCKS[clock_name()]
     seconds: dict[str, list[float]] = {key: [] for key in trainers}
     for number in range(WARM_UP_STEPS + rounds):
         for key, step in trainers.items():
-            begin = time.perf_counter()
+            begin = clock()
             step()
             if number >= WARM_UP_STEPS:
-                seconds[key].append(time.perf_counter() - begin)
+                seconds[key].append(clock() - begin)
     return {key: tokens / statistics.median(each) for key, each in seconds.items()}
 
 
@@ -79,6 +86,7 @@ def main() -> None:
         "scale": scale.name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "clock": clock_name(),
         "rounds": args.rounds,
         "tokens_per_second": found,
     }

@@ -1,4 +1,4 @@
-"""Training speeds that were measured apart from the runs, in turns on an idle machine: `benchmarks/tables.py`.
+"""Training speeds that were measured apart from the runs, in turns: `benchmarks/tables.py`.
 
 If an experiment has them, times are the tokens of a run divided by these speeds, so that other work on the machine
 during the runs does not matter.

@@ -93,10 +93,13 @@ def draw_positions(curves: Sequence[Curve], title: str, path: Path) -> None:
     """Draw the loss by position in the segment: each position faint, the mean of 1, 2, 4, 8, ... positions strong."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
+    strong: list[float] = []
     for curve, colour in zip(curves, ("#4d4d4d", "#e23413", "#00499a"), strict=False):
         axes.plot(curve.xs, curve.ys, linewidth=0.7, alpha=0.3, color=colour)
         middles, means = zip(*_doubling_means(curve), strict=True)
         axes.plot(middles, means, "o-", linewidth=2.2, markersize=5, color=colour, label=curve.label)
+        strong += means
+    axes.set_ylim(min(strong) - 0.3, max(strong) + 0.2)  # single positions may scatter beyond
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="position in the segment", ylabel="loss (nats)", title=title)

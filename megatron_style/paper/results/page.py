@@ -101,8 +101,8 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
     ]
     if experiment.speeds:
         lines.append(
-            "Training speeds and times are from `speeds.json`, which was measured apart, in turns on an idle machine; "
-            "other speeds are those of the evaluations."
+            "Training speeds and times are from `results/speeds.json`, measured apart from the runs, in turns; "
+            "the speeds of inference are those of the evaluations, which shared the machine with other work."
         )
     if scale.windows:
         lines.append(
