@@ -35,6 +35,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def launches(self) -> Path:
+        return self.path / "launches.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

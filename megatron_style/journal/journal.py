@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -22,6 +23,7 @@ from megatron_style.base.events import (
     TrainEvent,
     ValidEvent,
 )
+from megatron_style.base.launches import Launch, append_launch, commit
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
 from megatron_style.config.run import RunConfig, keep_older, save_run
@@ -32,7 +34,7 @@ from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
 from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
-from megatron_style.journal.work import FlopCounter, Totals, peak_flops
+from megatron_style.journal.work import PRECISIONS, FlopCounter, Totals, device_name, parameters_of, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
@@ -101,11 +103,28 @@ class Journal:
         settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
         self._board = TensorBoardWriter(folder.tensorboard, settings, texts, self._metrics)
         self._console = Console(self._schedule.total_steps, terminal)
+        append_launch(folder.launches, self._launch(run, first_step))
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
         if run.data.is_blend:
             for stage in self._schedule.stages_from(first_step):
                 self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
+
+    def _launch(self, run: RunConfig, first_step: int) -> Launch:
+        engine = self._engine
+        return Launch(
+            step=first_step,
+            began=datetime.now(UTC).isoformat(timespec="seconds"),
+            parameters=parameters_of(run.model, engine.model.vocab_size),
+            corpus_tokens=self._schedule.corpus_tokens,
+            total_steps=self._schedule.total_steps,
+            data=self._topology.data.size,
+            tensor=self._topology.tensor.size,
+            zero=engine.zero_stage,
+            precision=PRECISIONS[engine.dtype],
+            device=device_name(engine.device),
+            commit=commit(),
+        )
 
     def preflight(self, stage: Stage, peak: int) -> None:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")

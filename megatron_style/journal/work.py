@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.planning.hardware import GPUS
+from megatron_style.planning.setup import Precision, Setup, Sharding
 from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
 
@@ -24,6 +26,12 @@ _NAMES = {
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     "NVIDIA L40S": "l40s-48gb",
     "NVIDIA A10": "a10-24gb",
+}
+
+PRECISIONS: Mapping[torch.dtype, Precision] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
 }
 
 
@@ -61,6 +69,15 @@ class Totals:
 
     def since(self, before: Totals) -> Totals:
         return Totals(self.tokens - before.tokens, self.flops - before.flops, self.seconds - before.seconds)
+
+
+def parameters_of(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of parameters of the complete model, whatever a rank holds of it."""
+    return Setup(model, vocab_size, (), Sharding()).parameters
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, ranks: int) -> float | None:
