@@ -43,6 +43,10 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def tensorboard_by_tokens(self) -> Path:
+        return self.path / "tensorboard_by_tokens"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

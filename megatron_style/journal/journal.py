@@ -3,10 +3,8 @@ only help to sum the loss."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -23,18 +21,18 @@ from megatron_style.base.events import (
     TrainEvent,
     ValidEvent,
 )
-from megatron_style.base.launches import Launch, append_launch, commit
+from megatron_style.base.launches import append_launch
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
 from megatron_style.config.run import RunConfig, keep_older, save_run
-from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal.console import Console, ProgressLine
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.opening import launch_of, opening_of
 from megatron_style.journal.stragglers import Spread, gather_times, spread_of
-from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
-from megatron_style.journal.work import PRECISIONS, FlopCounter, Totals, device_name, parameters_of, peak_flops
+from megatron_style.journal.tensorboard import TensorBoardWriter, scalars_of
+from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
@@ -94,37 +92,28 @@ class Journal:
             self._skipped = last.skipped or 0
             self._stage_seconds = last.stage_seconds or 0.0
             self._totals = self._totals.plus(0, 0, last.seconds or 0.0)
-        ds_config = read_ds_config(run.deepspeed)
-        texts = {
-            "run/config": code_block(folder.run_file.read_text(encoding="utf-8"), "yaml"),
-            "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
-        }
-        ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
-        settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = TensorBoardWriter(folder.tensorboard, settings, texts, self._metrics)
+        launch = launch_of(run, self._schedule, self._engine, self._topology, first_step)
+        append_launch(folder.launches, launch)
+        opening = opening_of(run, self._schedule, launch)
+        self._board = TensorBoardWriter(folder, opening, self._metrics, by_tokens=run.watch.by_tokens)
         self._console = Console(self._schedule.total_steps, terminal)
-        append_launch(folder.launches, self._launch(run, first_step))
+        self._compare_grid(run)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
         if run.data.is_blend:
             for stage in self._schedule.stages_from(first_step):
                 self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
-    def _launch(self, run: RunConfig, first_step: int) -> Launch:
-        engine = self._engine
-        return Launch(
-            step=first_step,
-            began=datetime.now(UTC).isoformat(timespec="seconds"),
-            parameters=parameters_of(run.model, engine.model.vocab_size),
-            corpus_tokens=self._schedule.corpus_tokens,
-            total_steps=self._schedule.total_steps,
-            data=self._topology.data.size,
-            tensor=self._topology.tensor.size,
-            zero=engine.zero_stage,
-            precision=PRECISIONS[engine.dtype],
-            device=device_name(engine.device),
-            commit=commit(),
-        )
+    def _compare_grid(self, run: RunConfig) -> None:
+        """Say if the grid is not the one that the run file is meant for, because it changes what an update is."""
+        meant = run.parallel.meant_for
+        ranks = self._topology.data.size * self._topology.tensor.size
+        if meant is not None and meant != ranks:
+            tokens = run.data.tokens_per_batch
+            self._say(
+                f"warning: parallel.meant_for is {meant} ranks, and there are {ranks}: an update has "
+                f"{tokens * self._topology.data.size:,} tokens instead of {tokens * meant // run.parallel.tensor:,}"
+            )
 
     def preflight(self, stage: Stage, peak: int) -> None:
         self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,7 +9,6 @@ import torch
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.planning.hardware import GPUS
-from megatron_style.planning.setup import Precision, Setup, Sharding
 from megatron_style.planning.timing import training_flops_per_token
 from megatron_style.schedule.stages import StageSchedule
 
@@ -22,16 +20,12 @@ _NAMES = {
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
     "NVIDIA H100 80GB HBM3": "h100-80gb",
     "NVIDIA H200": "h200-141gb",
+    "NVIDIA B200": "b200-180gb",
+    "AMD Instinct MI300X": "mi300x-192gb",
     "NVIDIA GeForce RTX 3090": "rtx-3090",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     "NVIDIA L40S": "l40s-48gb",
     "NVIDIA A10": "a10-24gb",
-}
-
-PRECISIONS: Mapping[torch.dtype, Precision] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
 }
 
 
@@ -69,15 +63,6 @@ class Totals:
 
     def since(self, before: Totals) -> Totals:
         return Totals(self.tokens - before.tokens, self.flops - before.flops, self.seconds - before.seconds)
-
-
-def parameters_of(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters of the complete model, whatever a rank holds of it."""
-    return Setup(model, vocab_size, (), Sharding()).parameters
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, ranks: int) -> float | None:
