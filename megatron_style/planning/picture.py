@@ -73,7 +73,7 @@ def _draw_memory(axes: Axes, estimate: RunEstimate) -> None:
     usable = USABLE * estimate.memory / GIB
     axes.axhline(usable, color="black", linestyle="--", label=f"usable of {estimate.memory / GIB:g}")
     axes.set(title="memory of a GPU", ylabel="GiB", ylim=(0, 1.12 * max(highest, usable)))
-    _legend_below(axes)
+    _legend_below(axes, columns=3)
 
 
 def _draw_time(axes: Axes, estimate: RunEstimate) -> None:
@@ -120,8 +120,8 @@ def _stack(axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]
     return max(bottom)
 
 
-def _legend_below(axes: Axes) -> None:
-    axes.legend(fontsize="small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+def _legend_below(axes: Axes, columns: int = 2) -> None:
+    axes.legend(fontsize="small", ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def _names(estimate: RunEstimate) -> list[str]:
