@@ -33,8 +33,11 @@ from megatron_style.data.tokenizer import (
     BPE_FILE,
     DEFAULT_BPE_VOCAB,
     DICTIONARY_FILE,
+    EOS,
     PRETRAINED_FILE,
+    SPECIALS,
     TOKENIZER_FILES,
+    UNK,
     Tokenizer,
     load_tokenizer,
 )
@@ -97,6 +100,7 @@ def prepare_corpus(
 
 
 def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dict[str, Any]:
+    _check_end_of_document(recipe)
     folder = passes.work.folder
     tokenizer = _make_tokenizer(recipe, passes)
     options = EncodeOptions(folder, recipe.dialect, _end_of_document(recipe, tokenizer))
@@ -110,6 +114,16 @@ def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dic
             raise UserError(f"--{split}: nothing is left of its text; see the parts that were left out above")
         splits[split] = asdict(counts)
     return _record(identity, tokenizer, splits, options.end_of_document)
+
+
+def _check_end_of_document(recipe: Recipe) -> None:
+    """Refuse a token that does not tell the end of a document from its text."""
+    name = recipe.end_of_document
+    if name is None or recipe.tokenizer == "pretrained":
+        return
+    is_text = recipe.tokenizer == "bpe" and name not in SPECIALS  # of words, the text's own are made unknown
+    if is_text or name in (SPECIALS[EOS], SPECIALS[UNK]):
+        raise UserError(f"--end-of-document {name}: documents have this token, too; name <s> or <pad>")
 
 
 def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
