@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_style.base.command import EXIT_INTERRUPTED, log
-from megatron_style.base.errors import Diverged, Stopped, UserError
+from megatron_style.base.errors import Diverged, OnlyChecked, Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
 from megatron_style.hosts.board import Board, new_board, open_board
@@ -143,7 +143,11 @@ def _open_if_seen(path: Path, here: list[int], rank: int) -> Board | None:
 
 def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:
     message = f"{type(error).__name__}: {error}".split("\n")[0][:500]
-    if isinstance(error, UserError):
+    if isinstance(error, OnlyChecked):
+        heartbeat.withdrawn()
+        if not launch.folder.run_file.exists():
+            launch.folder.log(dist.get_rank()).unlink(missing_ok=True)
+    elif isinstance(error, UserError):
         if launch.folder.run_file.exists():
             heartbeat.failed(message)
         else:  # the run has written nothing yet, and leaves nothing

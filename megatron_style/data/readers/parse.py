@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_style.base.errors import UserError
@@ -135,12 +137,18 @@ _PARSERS: Mapping[str, Callable[[Chunk, ReadOptions, Texts], None]] = {
 
 def _raw(chunk: Chunk) -> tuple[bytes, int]:
     """Return the bytes of a chunk of lines, and where in the content they begin."""
-    if isinstance(chunk.content, Lines):
-        return chunk.content.data, chunk.content.start
-    assert isinstance(chunk.content, ByteRange), "rows have no bytes"
-    with chunk.file.path.open("rb") as file:
-        file.seek(chunk.content.start)
-        return file.read(len(chunk.content)), chunk.content.start
+    assert isinstance(chunk.content, Lines | ByteRange), "rows have no bytes"
+    start = chunk.content.start
+    raw = chunk.content.data if isinstance(chunk.content, Lines) else _read(chunk.file.path, chunk.content)
+    if start == 0 and raw.startswith(BOM_UTF8):  # which some editors write; it is no part of the text
+        return raw.removeprefix(BOM_UTF8), len(BOM_UTF8)
+    return raw, start
+
+
+def _read(path: Path, part: ByteRange) -> bytes:
+    with path.open("rb") as file:
+        file.seek(part.start)
+        return file.read(len(part))
 
 
 def _line_place(chunk: Chunk, index: int) -> str:
