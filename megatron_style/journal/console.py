@@ -10,6 +10,7 @@ from megatron_style.base.command import log
 from megatron_style.base.events import TrainEvent
 from megatron_style.base.terminal import Terminal
 from megatron_style.base.units import with_prefix
+from megatron_style.parallel.topology import Topology
 
 _REDRAW_SECONDS = 0.2
 _GAUGE = 20  # characters
@@ -104,6 +105,13 @@ class Console:
         width = terminal.width
         bar = self._last.bar(step, width) if self._last else f"step {step}/{self._total_steps}"[: width - 1]
         terminal.draw(bar)
+
+
+def update_line(topology: Topology, tokens: int) -> str:
+    """Say how many tokens an update has, given those of a rank: runs are compared by all of them."""
+    ranks = topology.data.size
+    kind = "rank" if topology.tensor.size == 1 else "data-parallel rank"
+    return f"an update: {ranks} {kind}{'s' if ranks > 1 else ''} x {tokens:,} = {ranks * tokens:,} tokens"
 
 
 def _known(value: float | None) -> float:

@@ -24,11 +24,14 @@ from megatron_style.base.events import (
 )
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
-from megatron_style.config.run import RunConfig, keep_older, save_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import keep_older, save_run
 from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
+from megatron_style.engine.preflight import preflight_line
 from megatron_style.inference.held_out import HeldOut
-from megatron_style.journal.console import Console, ProgressLine
+from megatron_style.journal.console import Console, ProgressLine, update_line
+from megatron_style.journal.farewell import farewell
 from megatron_style.journal.metrics_file import MetricsFile
 from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
@@ -70,6 +73,7 @@ class Journal:
         self._work = FlopCounter(run.model, engine.model.vocab_size, schedule)
         self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
         self._all_flops = self._work.before(schedule.total_steps)
+        self._run = run
         self._skipped = 0
         self._stage_seconds = 0.0
         self._seconds_per_flop: float | None = None
@@ -103,12 +107,13 @@ class Journal:
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+        self._say(update_line(self._topology, run.data.tokens_per_batch))
         if run.data.is_blend:
             for stage in self._schedule.stages_from(first_step):
                 self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
     def preflight(self, stage: Stage, peak: int) -> None:
-        self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
+        self._say(preflight_line(stage, peak))
 
     def stage_opens(self, plan: StepPlan) -> None:
         """Record the stage at its first step, so that a run resumed just before it records it once."""
@@ -206,6 +211,10 @@ class Journal:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
         text = f" of {name}" if name else ""
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
+
+    def finished(self, best_step: int | None) -> None:
+        if self._writes:
+            log(farewell(self._run, self._metrics, best_step))
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
         """Return the losses over all ranks, the gradient norm and the ranks' times, with one wait for the device."""
