@@ -5,6 +5,11 @@ python -m megatron_style.plan run_configs/wikitext103_shortformer.yaml --set dat
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("plan")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import math
 from dataclasses import asdict
@@ -17,13 +22,13 @@ from megatron_style.base.command import (
     argument_type,
     command_parser,
     log,
-    run_command,
     show,
     show_table,
 )
 from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import read_ds_file
-from megatron_style.config.run import ParallelConfig, load_run
+from megatron_style.config.run import ParallelConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.planning.calibration import measured_efficiency
 from megatron_style.planning.estimate import estimate_run
 from megatron_style.planning.hardware import GPUS, bytes_of, gpu_named, with_peak
@@ -131,7 +136,3 @@ def gpu_counts(text: str | None, parallel: ParallelConfig) -> list[int]:
         reason = f"multiples of parallel.tensor ({tensor})" if tensor > 1 else "numbers of at least 1"
         raise UserError(f"--gpus {text}: must be {reason}, such as {8 * tensor} or {8 * tensor},{64 * tensor}")
     return counts
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -47,6 +47,11 @@ class RunFolder:
         return self.path / "tensorboard_by_tokens"
 
     @property
+    def profile(self) -> Path:
+        """Return the folder of `train --profile`."""
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

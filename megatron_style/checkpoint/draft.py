@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_style.base.disk import room_at
 from megatron_style.base.errors import RunFailed
 from megatron_style.base.files import sync
 from megatron_style.checkpoint.folder import CheckpointFolder
@@ -97,8 +98,8 @@ def explained(step: int, folder: CheckpointFolder) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises no OSError on a full disk
         reason = str(error).split("\n")[0][:200]
         raise RunFailed(
-            f"the checkpoint of step {step} could not be written ({reason}); {folder.what_stays()}: free some disk "
-            f"space and start again"
+            f"the checkpoint of step {step} could not be written ({reason}); {folder.what_stays()}: "
+            f"{room_at(folder.path)}; free some and start again"
         ) from error
 
 

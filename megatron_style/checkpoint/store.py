@@ -56,23 +56,43 @@ class CheckpointStore:
         timeout = timedelta(days=7)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if run.output.save_async else None
 
-    def newest(self) -> Origin | None:
-        """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are logged and skipped."""
+    def origin(self, wanted: int | None = None) -> Origin | None:
+        """Return the newest complete checkpoint, or the one of the wanted step, agreed on by all ranks; damaged ones
+        are logged and skipped."""
         steps = sorted(self._steps(), reverse=True)
+        if wanted is not None:
+            steps = self._only(wanted, steps)
         for step in steps:
             folder = self._folder.checkpoint(step)
             problem = self._problem_with(folder)
             if problem is None:
                 manifest = read_manifest(folder)
-                return Origin(self._history(manifest), partial(self.restore, folder, manifest))
+                load = self.restore if wanted is None else self._go_back
+                return Origin(self._history(manifest), partial(load, folder, manifest))
             self._folder.damaged.add(step)
             if self._topology.is_first:
                 log(f"warning: {folder} is passed over: {problem}")
+        if wanted is not None:
+            raise UserError(f"--resume-from {wanted}: {folder} is not complete; choose another step")
         if steps:
             raise UserError(
                 f"{self._folder.path}: none of its checkpoints is complete; remove them to restart at step 0"
             )
         return None
+
+    def _only(self, wanted: int, steps: list[int]) -> list[int]:
+        if wanted not in steps:
+            there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there are none"
+            raise UserError(f"--resume-from {wanted}: {self._folder.path} has no checkpoint of this step; {there}")
+        return [wanted]
+
+    def _go_back(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
+        """Restore an older checkpoint, and set the later ones aside: the next start resumes from it, too."""
+        progress = self.restore(folder, manifest, engine, schedule)
+        if self._topology.is_first and (later := self._folder.abandon_after(manifest.step)):
+            log(f"set aside, to be removed when they are not needed: {', '.join(later)} in {self._folder.path}")
+        dist.barrier()
+        return progress
 
     def _history(self, manifest: Manifest) -> tuple[tuple[int, int], ...]:
         """Return the history of the earlier grids, with a new entry if an update has another size now."""
@@ -80,7 +100,11 @@ class CheckpointStore:
         if manifest.history[-1][1] == tokens:
             return manifest.history
         if self._topology.is_first:
-            log(f"from step {manifest.step} on an update has {tokens} tokens, not {manifest.history[-1][1]}: new lanes")
+            before = manifest.history[-1][1]
+            log(
+                f"from step {manifest.step} on an update has {tokens} tokens, not {before}, so new lanes are cut; "
+                f"--set data.tokens_per_update={before} keeps it"
+            )
         return (*(entry for entry in manifest.history if entry[0] < manifest.step), (manifest.step, tokens))
 
     def restore(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
@@ -103,7 +127,7 @@ class CheckpointStore:
         engine.resume(reader.counters())
         self._log_changes(manifest, before)
         caches = read_caches(folder, manifest, engine, schedule, self._topology)
-        return Progress(manifest.step, caches, manifest.sound, manifest.losses)
+        return Progress(manifest.step, caches, manifest.sound, manifest.losses, manifest.best)
 
     def _log_changes(self, manifest: Manifest, before: RunConfig) -> None:
         """Log which settings have changed since the checkpoint: this is allowed, but should not go unnoticed."""
@@ -222,6 +246,7 @@ class CheckpointStore:
             files={},
             sound=progress.sound,
             losses=progress.losses,
+            best=progress.best,
             sources=schedule.sources.tokens_by_name if self._run.data.is_blend else {},
         )
 

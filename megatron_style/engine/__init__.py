@@ -2,6 +2,6 @@
 
 session: join and leave the grid. build: from a run to an engine. engine: the verbs. gradients: those of a step.
 zero_layout, counters: where ZeRO keeps each parameter, and what DeepSpeed counts. ds_config, optimizer: settings.
-spikes: losses far above the median. preflight, requirements: does it fit? local_ranks: ranks without a launcher. Read
-engine, gradients and build.
+extensions: what DeepSpeed compiles. spikes: losses far above the median. preflight, requirements: does it fit?
+local_ranks: ranks without a launcher. Read engine, gradients and build.
 """

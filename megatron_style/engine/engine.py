@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -87,7 +88,7 @@ class TrainingEngine:
         self.skipped_in_a_row = 0
         self._tally: Tensor | None = None  # of this update's micro-batches so far
         # Without `speaks`, hide even its warning about an optimizer that it has not tested with ZeRO; we have.
-        with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
+        with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr if speaks else StringIO()):
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=None if has_own else optimizer,

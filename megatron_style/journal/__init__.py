@@ -2,5 +2,5 @@
 
 journal: what is recorded when. opening: what a launch records of itself. metrics_file: `metrics.jsonl`. tensorboard:
 event files made from it. hparams: its tables of settings and its layout of charts. console: lines and the progress
-bar. work: FLOPs and totals. stragglers: the times of ranks. Read journal first.
+bar. farewell: the last lines. work: FLOPs and totals. stragglers: the times of ranks. Read journal first.
 """

@@ -26,7 +26,8 @@ from megatron_style.base.files import write_atomic
 from megatron_style.base.launches import ROOT, commit
 from megatron_style.base.model_files import weight_files
 from megatron_style.base.run_folder import RunFolder
-from megatron_style.config.run import RunConfig, save_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import save_run
 from megatron_style.data.preparation.workers import usable_cpus
 from megatron_style.data.store import store_files
 from megatron_style.data.text import file_digest

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import score

@@ -16,7 +16,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from tests.support.boards import expect_points
 from tests.support.launch import ROOT, free_port, plain_environment
 from tests.support.resuming import final_state, make_run, metrics, on_ranks
