@@ -87,6 +87,11 @@ class Draft:
         return problem or (gap(manifest) if self.topology.is_first else None)
 
 
+def make_folder(step: int, folder: CheckpointFolder, topology: Topology, group: dist.ProcessGroup | None) -> None:
+    """Make the folder of a draft. All ranks call it before any of them writes."""
+    _on_all_ranks((lambda: folder.begin(step)) if topology.is_first else _nothing, group)
+
+
 @contextmanager
 def explained(step: int, folder: CheckpointFolder) -> Iterator[None]:
     """Turn an error of the disk into one that says what to do."""

@@ -78,13 +78,14 @@ def test_files_are_those_of_a_pause(folder: Path, settings: dict[str, Any]) -> N
 
 
 class OneAtATime:
-    """Writes slowly, and fails if a second thread writes meanwhile."""
+    """Writes slowly, and fails if a second thread writes meanwhile, or if the training has written anything."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
 
     def __call__(self, files: RankFiles) -> None:
         assert self._busy.acquire(blocking=False), "two saves are in flight"
+        assert not any(files.folder.iterdir()), "the training has waited for the disk"
         slowly(files)
         self._busy.release()
 
