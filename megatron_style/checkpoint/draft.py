@@ -35,13 +35,19 @@ class Draft:
     topology: Topology
 
     def complete(self, folder: CheckpointFolder, group: dist.ProcessGroup | None) -> None:
-        """Write, prove and publish the checkpoint. All ranks call it, and it succeeds or fails on all of them. In
-        another thread than the training, it needs a process group of its own."""
+        """Write, prove and publish the checkpoint. All ranks call it, and it succeeds or fails on all of them; then
+        nothing of it stays on the disk. In another thread than the training, it needs a process group of its own."""
+        try:
+            self._complete(folder, group)
+        except (OSError, RunFailed):  # all ranks have got here, so none is writing
+            _on_all_ranks(folder.sweep if self.topology.is_first else _nothing, group)
+            raise
+
+    def _complete(self, folder: CheckpointFolder, group: dist.ProcessGroup | None) -> None:
         manifest = self._with_parts(_on_all_ranks(self._write, group))
         problems = _on_all_ranks(lambda: self._problem(manifest), group)
         problem = next((found for found in problems if found), None)
         if problem is not None:
-            _on_all_ranks(folder.sweep if self.topology.is_first else _nothing, group)
             raise RunFailed(
                 f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; "
                 f"{folder.what_stays()}: remove unusual settings from {manifest.run['deepspeed'] or 'the run file'}, "
