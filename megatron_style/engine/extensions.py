@@ -15,7 +15,7 @@ from torch.utils.cpp_extension import _get_build_directory
 from megatron_style.base.command import log
 from megatron_style.base.launchers import is_first_of_host
 
-_OF_ONE_HOST = {"ext4", "ext3", "xfs", "btrfs", "zfs", "tmpfs", "overlay"}  # file systems
+_OF_ONE_HOST = frozenset({"ext4", "ext3", "xfs", "btrfs", "zfs", "tmpfs", "overlay"})  # file systems
 _LONGEST_SECONDS = 600.0  # of a compilation on another host
 
 
