@@ -16,6 +16,7 @@ from megatron_style.planning.memory import (
     estimate_states,
     largest_micro_rows,
 )
+from megatron_style.planning.saving import SavingEstimate
 from megatron_style.planning.setup import Setup, Sharding, setup_of
 from megatron_style.planning.text import TextFacts
 from megatron_style.planning.timing import Machine, StepTime, estimate_time, flops_of_token
@@ -98,6 +99,7 @@ class RunEstimate:
     zero_stages: tuple[StateBytes, ...]  # the states under ZeRO 0, 1, 2 and 3
     scaling: tuple[ScaleEstimate, ...]
     communication_dominates_from: int | None  # the smallest of the compared numbers of GPUs
+    saving: SavingEstimate
     blend: tuple[str, ...] = ()  # how each stage divides its rows among the sources, if there are several
 
 
@@ -135,6 +137,7 @@ def estimate_run(
         zero_stages=tuple(estimate_states(_under_zero(setup, zero_stage)) for zero_stage in range(4)),
         scaling=scaling,
         communication_dominates_from=min((scale.gpus for scale in scaling if scale.dominates), default=None),
+        saving=SavingEstimate.of(setup, run.output, stages, max(stage.time.total for stage in estimates)),
         blend=tuple(_blends(run, text, stages, setup.data)),
     )
 
