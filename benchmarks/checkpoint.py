@@ -1,7 +1,7 @@
 """Saving and loading a checkpoint, against a raw write of the same bytes to the same disk, in one run; and the time for
 which a save in the background stops the training, against the time of a save that does not continue meanwhile.
 
-    python benchmarks/checkpoint.py [--folder DIR] [--zero 1] [--rounds 3]
+    python -m benchmarks.checkpoint [--folder DIR] [--zero 1] [--rounds 3]
 
 Two ranks on the CPU, a model of 38M parameters with Adam's state. Every round writes raw, saves, loads, and saves in
 the background. The ratios of the medians are printed: to the raw write, 1.0 is its speed with fsync; the stall of a
@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
+from benchmarks.machine import machine
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig
@@ -130,6 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as directory:
         rounds = run_ranks(RANKS, measure, make_run(Path(directory), args.zero), args.rounds + 1)[0]
+    print(json.dumps(machine()))
     middle = Round(*map(statistics.median, zip(*rounds, strict=True)))
     print(
         f"checkpoint    {middle.size / 2**20:,.0f} MiB, ZeRO {args.zero}, {RANKS} ranks, median of {args.rounds} rounds"
