@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
+from benchmarks.machine import machine
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig
@@ -135,6 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as directory:
         run = make_run(Path(directory), args.zero, half=args.bf16)
         rounds = run_ranks(RANKS, measure, run, args.rounds + 1)[0]
+    print(json.dumps(machine()))
     middle = Round(*map(statistics.median, zip(*rounds, strict=True)))
     precision = "bf16" if args.bf16 else "fp32"
     size = f"{middle.size / 2**20:,.0f} MiB"

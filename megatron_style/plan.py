@@ -25,6 +25,7 @@ from megatron_style.base.command import (
     show,
     show_table,
 )
+from megatron_style.base.cpu import bf16_instructions, describe_bf16
 from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import ParallelConfig
@@ -55,6 +56,7 @@ def main() -> None:
     if text.tokens is None:
         stores = ", ".join(str(source.path) for source in run.data.sources)
         log(f"{stores}: does not exist yet; vocabulary shares are guessed, the length of an epoch is unknown")
+    log(f"this machine's CPU has {describe_bf16(bf16_instructions())}")
     if args.picture:
         from megatron_style.planning.picture import draw  # takes a second
 

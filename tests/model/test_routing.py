@@ -15,7 +15,7 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.sampling import open_walk
 from megatron_style.inference.scoring.modes import make_protocol
 from megatron_style.inference.scoring.protocol import Request
-from megatron_style.model.kernels import attend_in_blocks
+from megatron_style.model.kernels.attend import attend_in_blocks
 from megatron_style.model.routing import attend_to_members, cluster_loss, moved, nearest, normed, tally_of
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise, layout_of, shard, shard_of

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_style.model.kernels import attend_in_blocks, causal_mask
+from megatron_style.model.kernels.attend import attend_in_blocks, causal_mask
 from megatron_style.model.routing import cluster_loss, gathered, nearest, normed, scattered, tally_of, top_places
 from tests.support.transformer_xl import Arrays
 
