@@ -1,5 +1,5 @@
 """`prepare`: input files to token stores, their tokenizer and a record.
 
-prepare: the complete preparation. encode: its passes over the text. workers: a parallel map. corpora, download: the
-built-in corpora. Read prepare, then encode.
+flags: the recipe. prepare: the complete preparation. encode: its passes over the text. workers: a parallel map.
+corpora, download: the built-in corpora. Read prepare, then encode.
 """

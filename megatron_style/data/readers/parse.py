@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_style.base.errors import UserError
@@ -134,13 +136,21 @@ _PARSERS: Mapping[str, Callable[[Chunk, ReadOptions, Texts], None]] = {
 
 
 def _raw(chunk: Chunk) -> tuple[bytes, int]:
-    """Return the bytes of a chunk of lines, and where in the content they begin."""
-    if isinstance(chunk.content, Lines):
-        return chunk.content.data, chunk.content.start
-    assert isinstance(chunk.content, ByteRange), "rows have no bytes"
-    with chunk.file.path.open("rb") as file:
-        file.seek(chunk.content.start)
-        return file.read(len(chunk.content)), chunk.content.start
+    """Return the bytes of a chunk of lines, and where in the content they begin. A byte order mark is no text."""
+    assert not isinstance(chunk.content, Rows), "rows have no bytes"
+    start = chunk.content.start
+    data = _bytes_of(chunk.file.path, chunk.content)
+    if start == 0 and data.startswith(BOM_UTF8):
+        return data[len(BOM_UTF8) :], len(BOM_UTF8)
+    return data, start
+
+
+def _bytes_of(path: Path, content: ByteRange | Lines) -> bytes:
+    if isinstance(content, Lines):
+        return content.data
+    with path.open("rb") as file:
+        file.seek(content.start)
+        return file.read(len(content))
 
 
 def _line_place(chunk: Chunk, index: int) -> str:

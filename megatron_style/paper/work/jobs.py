@@ -20,8 +20,10 @@ from pathlib import Path
 from megatron_style.base.command import log
 from megatron_style.base.errors import UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.base.launches import commit
 from megatron_style.base.run_folder import RunFolder
-from megatron_style.config.run import RunConfig, save_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import save_run
 from megatron_style.data.preparation.workers import usable_cpus
 from megatron_style.paper.corpus import write_held_out
 from megatron_style.paper.experiment import Experiment, write_record
@@ -31,7 +33,7 @@ from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.tables import FIRST
 from megatron_style.paper.work.evaluations import evaluation_jobs
 from megatron_style.paper.work.ownership import job_environment
-from megatron_style.paper.work.processes import Job, Workers, commit, run_jobs
+from megatron_style.paper.work.processes import Job, Workers, run_jobs
 from megatron_style.paper.work.records import is_complete, take_records
 from megatron_style.paper.work.sharing import begins_like, checkpoint_for, take_over
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed
+from megatron_style.base.launches import ROOT
 from megatron_style.data.preparation.workers import usable_cpus
 
-_ROOT = Path(__file__).parents[3]  # the folder that has the package: a checkout, or site-packages
 _POLL_SECONDS = 0.1
 _EXIT_TIMEOUT_SECONDS = 60.0  # for a training to save before it is killed
 
@@ -102,7 +102,7 @@ def _ended_on_exit(running: Collection[subprocess.Popen[bytes]]) -> Iterator[Non
 def _start(job: Job, workers: Workers) -> subprocess.Popen[bytes]:
     for file in (job.log, job.output):
         file.parent.mkdir(parents=True, exist_ok=True)
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {"OMP_NUM_THREADS": str(workers.threads), "PYTHONPATH": os.pathsep.join(paths)}
     environment = {**os.environ, **workers.environment, **settings}
     with job.log.open("ab") as errors, job.output.open("wb") as results:
@@ -116,14 +116,3 @@ def _finish(job: Job, code: int) -> Sequence[Job]:
         raise RunFailed(f"{job.title}: exit code {code}, last line: {said} ({job.log}); start again to resume")
     job.after()
     return job.then()
-
-
-def commit() -> str | None:
-    """Return the commit of the code, marked if files have changed since; None if the code is not a checkout."""
-    if not (_ROOT / ".git").exists():  # a checkout around an installed package has other code
-        return None
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
