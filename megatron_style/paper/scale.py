@@ -85,7 +85,7 @@ _SMALL = ExperimentScale(
     "small", shrink=8, lengths=(64, 128, 384, 512, 1024, 3072), first_epochs=(50, 100), steps=6800,
     steps_of_50_epochs=1700, tokens_per_batch=3072, evaluate_every=340, save_every=340, held_out_tokens=None,
     watched_tokens=32_768, short_tokens=1024, windows=16, seeds=2,
-    model=ModelSize(layers=4, hidden_size=96, heads=4, ffn_size=384), peak_rate=0.003, dropout=0.1, band_factor=2,
+    model=ModelSize(layers=4, hidden_size=96, heads=4, ffn_size=384), peak_rate=0.006, dropout=0.1, band_factor=2,
 )  # fmt: skip
 _PAPER = ExperimentScale(
     "paper", shrink=1, lengths=_LENGTHS, first_epochs=_EPOCHS, steps=286_000, steps_of_50_epochs=70_050,

@@ -100,5 +100,5 @@ def test_a_first_stage_that_ends_where_nothing_is_kept_is_not_shared(tmp_path: P
 def test_runs_wait_for_the_one_they_can_begin_with(tmp_path: Path) -> None:
     short, long = make_run(tmp_path, "short", (8, 5), (24, 15)), make_run(tmp_path, "long", (8, 15), (24, 5))
     other = make_run(tmp_path, "other", (12, 5), (24, 15))
-    assert waves([short, other, long], [short, other, long]) == ([long, other], [short])
+    assert waves([short, other, long], [short, other, long]) == ([other, long], [short])
     assert waves([short, other], [short, other]) == ([short, other], [])
