@@ -168,7 +168,7 @@ def test_monitors_of_the_ds_config_are_written(folder: Path) -> None:
     on_ranks(run, 2)
     rows = (folder / "theirs" / "csv" / "Train_Samples_lr.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "2", "4", "6", "8", "10", "12"]
-    losses = (folder / "theirs" / "csv" / "train_loss.csv").read_text().splitlines()[1:]
+    losses = (folder / "theirs" / "csv" / "loss_train.csv").read_text().splitlines()[1:]
     assert [float(row.split(",")[1]) for row in losses] == [line["loss"] for line in metrics(run)]
     board = EventAccumulator(str(folder / "theirs" / "tb")).Reload()
     assert [np.float32(p.value) for p in board.Scalars("loss/train")] == [np.float32(e["loss"]) for e in metrics(run)]
