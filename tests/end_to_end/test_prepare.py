@@ -148,7 +148,7 @@ def test_ranks_of_mpirun_write_the_same_bytes_and_speak_once(tmp_path: Path, tex
 
 def test_a_ten_megabyte_line_is_a_line_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("first\n" + "word " * 2_000_000 + "\nlast")
-    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt"]
+    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt", "--tokenizer", "words"]
     assert exit_code(*flags, "--output", tmp_path / "out", "--workers", 2) == 0
     assert open_store(tmp_path / "out" / "train").line_sizes.tolist() == [2, 2_000_001, 2]
 
@@ -205,7 +205,7 @@ def test_another_recipe_is_refused_unless_told_to_overwrite(
     tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert exit_code(*text, "--output", out) == 0
+    assert exit_code(*text, "--tokenizer", "words", "--output", out) == 0
     before = content(out)
     assert exit_code(*text, "--threshold", 3, "--output", out) == 2
     assert "its threshold is 0, not 3" in capsys.readouterr().err
@@ -319,7 +319,7 @@ def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(tmp_path: Path, t
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
     limited += "from megatron_style.prepare import main; from megatron_style.base.command import run_command; "
     limited += "run_command(lambda: main(sys.argv[1:]))"
-    done = run([sys.executable, "-c", limited, *text, "--output", tmp_path / "out"])
+    done = run([sys.executable, "-c", limited, *text, "--tokenizer", "words", "--output", tmp_path / "out"])
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if "rror" in line] == ["error: [Errno 27] File too large"]
     assert only_inputs_left(tmp_path)
@@ -333,7 +333,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
     if os.geteuid() != 0 or run(["unshare", "-m", "sh", "-c", mount]).returncode != 0:
         pytest.skip("a small disk is mounted: run the tests as root, in a container with CAP_SYS_ADMIN")
     train = write_text(tmp_path / "big.txt", 150_000)
-    flags = f"--train {train} --valid {train} --output {disk}/out"
+    flags = f"--train {train} --valid {train} --tokenizer words --output {disk}/out"
     script = f"{mount} && {' '.join(PREPARE)} {flags}; code=$?; ls -A {disk}; exit $code"
     done = run(["unshare", "-m", "sh", "-c", script])
     assert done.returncode == 1
@@ -386,7 +386,8 @@ def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     valid = write_text(tmp_path / "valid.txt", 10_000)
-    assert exit_code("--train", valid, "--valid", valid, "--output", tmp_path / "small") == 0
+    words = ["--tokenizer", "words"]
+    assert exit_code("--train", valid, "--valid", valid, *words, "--output", tmp_path / "small") == 0
     block = valid.read_bytes()
     peaks = []
     for megabytes in (32, 64):
@@ -471,6 +472,7 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "a.jsonl").write_text('{"body": "x y\\nx"}\n{"body": ""}\n{"other": 1}\n{"body": "y"}\n')
     (tmp_path / "b.txt").write_text("x\n\ny\n")
     flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json"]
+    flags += ["--tokenizer", "words"]
     assert exit_code(*flags, "--output", tmp_path / "bad") == 2
     assert "a.jsonl:3: has no key `body`, but other" in capsys.readouterr().err
     out = tmp_path / "out"
@@ -490,7 +492,7 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
 def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x y\\nx"}\n{"text": "y"}\n')
     flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron"]
-    assert exit_code(*flags, "--output", tmp_path / "out") == 0
+    assert exit_code(*flags, "--tokenizer", "words", "--output", tmp_path / "out") == 0
     index = (tmp_path / "out" / "train.idx").read_bytes()
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
     expected += struct.pack("<2i", 5, 2) + struct.pack("<2q", 0, 10) + struct.pack("<3q", 0, 1, 2)
@@ -539,7 +541,7 @@ def test_a_share_of_one_file_is_held_out_at_its_end(tmp_path: Path, suffix: str,
         (["--valid-share", "1.5"], "--valid-share: '1.5' is not a share such as 0.01, between 0 and 1"),
         (["--valid-share", "0.00001"], "nothing of {train} would be held out"),
         (["--valid-share", "0.1", "--valid", "{train}"], "--valid brings held-out text of its own; leave out one"),
-        ([], "--valid: missing; give held-out files, or --valid-share 0.01"),
+        ([], "there is no held-out text; give --valid FILE..., or --valid-share 0.01"),
     ],
 )
 def test_a_share_that_cannot_be_held_out_is_refused(
