@@ -90,7 +90,7 @@ def _train(arguments: TrainArguments, signals: StopSignals) -> None:
     check_inputs(run, arguments.run_file.parent)
     with writing_to(run.output.path):
         import_module("megatron_style.train").train(
-            run, signals, resume_from=arguments.resume_from, dry_run=arguments.dry_run
+            run, signals, resume_from=arguments.resume_from, dry_run=arguments.dry_run, profile=arguments.profile
         )
 
 

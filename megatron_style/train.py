@@ -43,11 +43,16 @@ _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 def main() -> None:
     arguments = parse_train_arguments()
     run = load_run(arguments.run_file, arguments.settings)
-    train(run, resume_from=arguments.resume_from, dry_run=arguments.dry_run)
+    train(run, resume_from=arguments.resume_from, dry_run=arguments.dry_run, profile=arguments.profile)
 
 
 def train(
-    run: RunConfig, signals: StopSignals | None = None, *, resume_from: int | None = None, dry_run: bool = False
+    run: RunConfig,
+    signals: StopSignals | None = None,
+    *,
+    resume_from: int | None = None,
+    dry_run: bool = False,
+    profile: int | None = None,
 ) -> None:
     signals = signals or StopSignals(react=leave_early)
     with (
@@ -69,7 +74,9 @@ def train(
         request = StopRequest(signals, run.output, engine.device)
 
         with (
-            Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal,
+            Journal(
+                run, schedule, engine, topology, first_step=progress.step, terminal=terminal, profile_steps=profile
+            ) as journal,
             checkpoints,
         ):
             heartbeat.at(progress.step, "preflight")

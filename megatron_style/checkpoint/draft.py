@@ -36,13 +36,19 @@ class Draft:
     topology: Topology
 
     def complete(self, folder: CheckpointFolder, group: dist.ProcessGroup | None) -> None:
-        """Write, prove and publish the checkpoint. All ranks call it, and it succeeds or fails on all of them. In
-        another thread than the training, it needs a process group of its own."""
+        """Write, prove and publish the checkpoint. All ranks call it, and it succeeds or fails on all of them; then
+        nothing of it stays on the disk. In another thread than the training, it needs a process group of its own."""
+        try:
+            self._complete(folder, group)
+        except (OSError, RunFailed):  # all ranks have got here, so none is writing
+            _on_all_ranks(folder.sweep if self.topology.is_first else _nothing, group)
+            raise
+
+    def _complete(self, folder: CheckpointFolder, group: dist.ProcessGroup | None) -> None:
         manifest = self._with_parts(_on_all_ranks(self._write, group))
         problems = _on_all_ranks(lambda: self._problem(manifest), group)
         problem = next((found for found in problems if found), None)
         if problem is not None:
-            _on_all_ranks(folder.sweep if self.topology.is_first else _nothing, group)
             raise RunFailed(
                 f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; "
                 f"{folder.what_stays()}: remove unusual settings from {manifest.run['deepspeed'] or 'the run file'}, "
@@ -86,6 +92,11 @@ class Draft:
             flat = LogicalReader(self.files.folder, manifest).flat_groups(self._own_file)
             problem = difference(flat, self.fragments, self.fingerprints, self._own_file)
         return problem or (gap(manifest) if self.topology.is_first else None)
+
+
+def make_folder(step: int, folder: CheckpointFolder, topology: Topology, group: dist.ProcessGroup | None) -> None:
+    """Make the folder of a draft. All ranks call it before any of them writes."""
+    _on_all_ranks((lambda: folder.begin(step)) if topology.is_first else _nothing, group)
 
 
 @contextmanager

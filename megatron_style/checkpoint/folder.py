@@ -51,6 +51,12 @@ class CheckpointFolder:
         self._point_to(folder.name)
         self._prune(manifest)
 
+    def begin(self, step: int) -> None:
+        """Make the folder in which a checkpoint is written before it gets its name."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+        self.aside(step).mkdir()
+
     def sweep(self) -> None:
         """Remove what interrupted saves have left. Not to be called during a save, whose files it would remove."""
         for path in self.path.iterdir():

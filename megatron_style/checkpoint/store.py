@@ -23,7 +23,7 @@ from megatron_style.base.errors import Diverged, RunFailed, UserError
 from megatron_style.base.events import SaveEvent
 from megatron_style.base.run_folder import checkpoint_name
 from megatron_style.checkpoint.caches import read_caches, write_caches
-from megatron_style.checkpoint.draft import Draft, explained
+from megatron_style.checkpoint.draft import Draft, explained, make_folder
 from megatron_style.checkpoint.folder import CheckpointFolder
 from megatron_style.checkpoint.logical import BUFFERS, LogicalReader, file_of
 from megatron_style.checkpoint.manifest import Damaged, Manifest, check_file, optimizer_name, read_manifest
@@ -197,26 +197,27 @@ class CheckpointStore:
 
     def _complete(self, draft: Draft, begin: float) -> float:
         """Complete a checkpoint, and return the seconds since its beginning. May run in another thread."""
-        with explained(draft.manifest.step, self._folder):
+        step = draft.manifest.step
+        with explained(step, self._folder):
+            if self._run.output.save_async:
+                make_folder(step, self._folder, self._topology, self._group)
             draft.complete(self._folder, self._group)
         return time.monotonic() - begin
 
     def _draft(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> Draft:
-        """Write all files of this rank, or copy their content to host memory."""
-        aside = self._folder.aside(progress.step)
-        if self._topology.is_first:
-            self._folder.path.mkdir(parents=True, exist_ok=True)
-            self._folder.sweep()
-        dist.barrier()
-        files = RankFiles(aside, self._buffers if self._run.output.save_async else None)
-        engine.save(aside.parent, aside.name, files.open)
+        """Write all files of this rank, or copy their content to host memory: then nothing waits for the disk."""
+        save_async = self._run.output.save_async
+        if not save_async:
+            make_folder(progress.step, self._folder, self._topology, self._group)
+        files = RankFiles(self._folder.aside(progress.step), self._buffers if save_async else None)
+        engine.save(files)
         if self._run.output.save_caches:
             write_caches(files, progress.caches, self._topology)
         if self._topology.data.rank == 0:
             self._write_buffers(files, engine)
         manifest = self._manifest(engine, progress, schedule)
         fragments = engine.fragments()
-        briefly = self._proven and self._run.output.save_async  # the map of a run does not change
+        briefly = self._proven and save_async  # the map of a run does not change
         names = compared(manifest.parameters, progress.step, ways=self._topology.tensor.size, briefly=briefly)
         fingerprints = take_fingerprints(engine, fragments, names)
         return Draft(manifest, files, fragments, fingerprints, self._topology)

@@ -101,6 +101,7 @@ class ParallelConfig(Section):
     sequence: bool = False  # vectors between layers are split over these ranks, by position
     recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
     cache: CachePlace = "device"  # where caches are between their uses; host: fetched one micro-batch ahead
+    meant_for: PositiveInt | None = None  # ranks: `plan` takes this number, and `train` says if there are others
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
@@ -132,6 +133,11 @@ class OutputConfig(Section):
         return seconds_of(self.stop_after) if self.stop_after else None
 
 
+class WatchConfig(Section):
+    wandb: str | None = Field(None, min_length=1)  # project of Weights & Biases, through DeepSpeed's monitor
+    by_tokens: bool = False  # true: TensorBoard's points also against tokens, in tensorboard_by_tokens/
+
+
 def seconds_of(duration: str) -> float:
     return float(duration[:-1]) * {"s": 1, "m": 60, "h": 3600}[duration[-1]]
 
@@ -143,6 +149,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()  # its updates
     parallel: ParallelConfig = ParallelConfig()  # how a replica is split over ranks and micro-batches
     output: OutputConfig  # what is written, and how often
+    watch: WatchConfig = WatchConfig()  # where progress is shown, in addition to the console and TensorBoard
     deepspeed: Path | None = None  # a ds_config: ZeRO, precision, offload; default: ZeRO 0 in fp32
     start: Path | None = None  # a model, in any form, to begin with: weights, and step and optimizer if it has them
     seed: NonNegativeInt = 1  # of first weights, order of segments and dropout
@@ -154,6 +161,10 @@ class RunConfig(Section):
         if problem := self.model.foresight:
             raise ValueError(problem)
         self._check_documents()
+        if self.parallel.meant_for and self.parallel.meant_for % ways:
+            raise ValueError(
+                f"parallel.meant_for ({self.parallel.meant_for}) must be a multiple of parallel.tensor ({ways})"
+            )
         for name, size in self.model.split_sizes.items():
             if size % ways:
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")

@@ -16,6 +16,7 @@ class TrainArguments(NamedTuple):
     print_config: bool = False
     dry_run: bool = False
     resume_from: int | None = None  # the step of a checkpoint; default: the newest
+    profile: int | None = None  # steps
 
     @property
     def only_checks(self) -> bool:
@@ -45,9 +46,13 @@ def parse_train_arguments(words: Sequence[str] | None = None) -> TrainArguments:
         "--resume-from", type=positive_int, metavar="STEP",
         help="resume from the checkpoint of this step, and set later ones aside; default: from the newest",
     )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=positive_int, metavar="N",
+        help="profile N steps of the first rank, after two: a trace and, on GPUs, a memory snapshot, in profile/",
+    )  # fmt: skip
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     args = parser.parse_args(words)
-    return TrainArguments(args.run, settings_of(args), args.print_config, args.dry_run, args.resume_from)
+    return TrainArguments(args.run, settings_of(args), args.print_config, args.dry_run, args.resume_from, args.profile)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, count, groupby, repeat
@@ -28,8 +28,9 @@ BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MULTIPLE = 8  # vocabularies are padded to it, for matrix units and tensor-parallel shards
 
-_LINE_END = "\0"  # among words: no text holds it
+LINE_END = "\0"  # among words: no text holds it
 _LINE_END_ID = -1
+_PIECE = 1 << 15  # characters whose words are looked up at once, few enough for the processor's cache
 
 DICTIONARY_FILE = "dict.txt"
 BPE_FILE = "tokenizer.json"
@@ -170,17 +171,17 @@ class WordDictionary(Tokenizer):
         return [*(self._ids.get(word, UNK) for word in line.split()), EOS]
 
     def encode_texts(self, texts: Sequence[str]) -> Encoded:
-        marked = "".join(text.removesuffix("\n").replace("\n", f" {_LINE_END} ") + f" {_LINE_END} " for text in texts)
-        words = marked.split()
-        ids = np.fromiter(map(self._ids_and_line_end.get, words, repeat(UNK)), np.int32, len(words))
-        ends = np.flatnonzero(ids == _LINE_END_ID)
-        ids[ends] = EOS
-        sizes = np.diff(ends, prepend=-1).astype(np.int32)
-        return Encoded(ids, sizes, _lines_of_each(texts), len(words) - len(ends))
+        ids_of = self._ids_and_line_end.get
+        encoded = encode_words(texts, lambda words: map(ids_of, words, repeat(UNK)), line_end=_LINE_END_ID)
+        encoded.ids[encoded.ids == _LINE_END_ID] = EOS
+        return encoded
 
     @cached_property
     def _ids_and_line_end(self) -> dict[str, int]:
-        return self._ids | {_LINE_END: _LINE_END_ID}
+        return self._ids | {LINE_END: _LINE_END_ID}
+
+    def ids_of(self, words: Iterable[str]) -> NDArray[np.int32]:
+        return np.fromiter(map(self._ids.get, words, repeat(UNK)), np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return "\n".join(map(self._decode_line, split_at(EOS, ids)))
@@ -278,6 +279,25 @@ def read_model(content: bytes, path: Path, convert: Callable[[str], str] = str) 
         raise
     except BaseException as error:  # the library raises bare Exception for a file it cannot read, or panics
         raise UserError(f"{path}: not a tokenizer file as `prepare` writes it ({error})") from error
+
+
+def encode_words(texts: Sequence[str], ids_of: Callable[[Sequence[str]], Iterable[int]], *, line_end: int) -> Encoded:
+    """Encode words by a function, which is also asked for the id of `LINE_END`, and answers `line_end` to that only."""
+    marked = "".join(text.removesuffix("\n").replace("\n", f" {LINE_END} ") + f" {LINE_END} " for text in texts)
+    parts = [np.fromiter(ids_of(words), np.int32, len(words)) for words in _words_in_pieces(marked)]
+    ids = np.concatenate([np.empty(0, np.int32), *parts])
+    ends = np.flatnonzero(ids == line_end)
+    sizes = np.diff(ends, prepend=-1).astype(np.int32)
+    return Encoded(ids, sizes, _lines_of_each(texts), len(ids) - len(ends))
+
+
+def _words_in_pieces(marked: str) -> Iterator[list[str]]:
+    """Yield the words of a text whose lines end in `LINE_END`, in pieces of complete lines."""
+    start = 0
+    while start < len(marked):
+        end = marked.find(LINE_END, start + _PIECE) + 1 or len(marked)
+        yield marked[start:end].split()
+        start = end
 
 
 def _lines_of_each(texts: Sequence[str]) -> NDArray[np.int64]:

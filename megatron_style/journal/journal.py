@@ -3,7 +3,6 @@ only help to sum the loss."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from types import TracebackType
@@ -22,19 +21,21 @@ from megatron_style.base.events import (
     TrainEvent,
     ValidEvent,
 )
+from megatron_style.base.launches import append_launch
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import keep_older, save_run
-from megatron_style.engine.ds_config import read_ds_config
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.engine.preflight import preflight_line
 from megatron_style.inference.held_out import HeldOut
-from megatron_style.journal.console import Console, ProgressLine, update_line
+from megatron_style.journal.console import Console, ProgressLine, grid_lines
 from megatron_style.journal.farewell import farewell
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.opening import launch_of, opening_of
+from megatron_style.journal.profile import open_profile
 from megatron_style.journal.stragglers import Spread, gather_times, spread_of
-from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
+from megatron_style.journal.tensorboard import TensorBoardWriter, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.topology import Topology
@@ -65,6 +66,7 @@ class Journal:
         *,
         first_step: int,
         terminal: Terminal | None = None,
+        profile_steps: int | None = None,
     ) -> None:
         """Open the record. `terminal` shows a progress bar; without one, progress is logged."""
         self._schedule = schedule
@@ -81,6 +83,9 @@ class Journal:
         self._writes = topology.is_first
         if self._writes:
             self._open(run, first_step, terminal)
+        self._profile = open_profile(
+            run, engine.device, profile_steps, of=schedule.total_steps - first_step, writes=self._writes
+        )
         self._shown = self._totals  # as they were at the last line
         self._steps = 0  # since then
 
@@ -96,18 +101,15 @@ class Journal:
             self._skipped = last.skipped or 0
             self._stage_seconds = last.stage_seconds or 0.0
             self._totals = self._totals.plus(0, 0, last.seconds or 0.0)
-        ds_config = read_ds_config(run.deepspeed)
-        texts = {
-            "run/config": code_block(folder.run_file.read_text(encoding="utf-8"), "yaml"),
-            "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
-        }
-        ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
-        settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = TensorBoardWriter(folder.tensorboard, settings, texts, self._metrics)
+        launch = launch_of(run, self._schedule, self._engine, self._topology, first_step)
+        append_launch(folder.launches, launch)
+        opening = opening_of(run, self._schedule, launch)
+        self._board = TensorBoardWriter(folder, opening, self._metrics, by_tokens=run.watch.by_tokens)
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
-        self._say(update_line(self._topology, run.data.tokens_per_batch))
+        for line in grid_lines(run, self._topology):
+            self._say(line)
         if run.data.is_blend:
             for stage in self._schedule.stages_from(first_step):
                 self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
@@ -162,18 +164,12 @@ class Journal:
         self._skipped += not update.applied
         self._stage_seconds += seconds
         self._steps += 1
+        self._profile.step()
         if show or not update.applied:
             figures = self._read(loss, update)
             if spike := update.spike:
-                self._record(
-                    SpikeEvent(
-                        step=plan.step + 1,
-                        tokens=self._totals.tokens,
-                        loss=spike.loss,
-                        median=spike.median,
-                        action=spike.action,
-                    )
-                )
+                self._record(SpikeEvent(step=plan.step + 1, tokens=self._totals.tokens, loss=spike.loss,
+                                        median=spike.median, action=spike.action))  # fmt: skip
             if self._writes:
                 self._show(plan, figures, update)
         elif self._writes:

@@ -120,6 +120,19 @@ def test_bytes_that_are_not_utf8_are_named_or_left_out(tmp_path: Path, suffix: s
     assert [part.left_out for part in found] == [1]
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl", ".jsonl.xz"])
+def test_a_byte_order_mark_at_the_beginning_is_no_text(tmp_path: Path, suffix: str) -> None:
+    mark = b"\xef\xbb\xbf"
+    plain = write_input(tmp_path / f"x{suffix.rpartition('.')[0] or suffix}", TEXTS)
+    end = Path(suffix).suffix if Path(suffix).suffix in COMPRESS else ""
+    path = tmp_path / f"marked{suffix}"
+    path.write_bytes(COMPRESS[end](mark + plain.read_bytes()))
+    assert texts_of(read(path, chunk_bytes=7)) == expected_of(path)
+    path.write_bytes(COMPRESS[end](mark + b"\xff"))
+    with pytest.raises(UserError, match=r"byte 3 is not UTF-8|:1: byte 0 of the line is not UTF-8"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -251,6 +251,14 @@ BAD_FLAGS = {
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--end-of-document", "<eod>"],
         "--end-of-document <eod>: the tokenizer has no such token",
     ),
+    "the token of line ends": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--end-of-document", "</s>"],
+        "--end-of-document </s>: documents have this token, too; name <s> or <pad>",
+    ),
+    "byte pairs that a text may have": (
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--tokenizer", "bpe", "--end-of-document", "w"],
+        "--end-of-document w: documents have this token, too; name <s> or <pad>",
+    ),
     "an empty file": (["--train", "{dir}/empty.txt", "--valid", "{dir}/valid.txt"], "empty.txt: is empty"),
     "binary garbage": (["--train", "{dir}/train.txt", "--valid", "{dir}/garbage.txt"], "garbage.txt: byte 5 is"),
     "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),

@@ -1,7 +1,7 @@
 """Make token stores of input files, with their tokenizer and a record of the recipe.
 
-There are three passes: count, build the tokenizer, encode. The output does not depend on the number of workers, byte
-for byte.
+The training text is counted, the tokenizer is built, and all texts are encoded. The output does not depend on the
+number of workers, byte for byte.
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from megatron_style.base.errors import UserError
 from megatron_style.data.corpus import END_OF_DOCUMENT, RECORD_FILE
 from megatron_style.data.documents import DOCUMENTS_SUFFIX
 from megatron_style.data.inspection import RECORD_SUFFIX
+from megatron_style.data.preparation.build import build_bpe_tokenizer, build_word_dictionary
 from megatron_style.data.preparation.corpora import SPLITS
-from megatron_style.data.preparation.encode import (
-    EncodeOptions,
-    Passes,
-    build_bpe_tokenizer,
-    build_word_dictionary,
-    encode_split,
-)
+from megatron_style.data.preparation.encode import EncodeOptions
+from megatron_style.data.preparation.passes import Passes, encode_split
+from megatron_style.data.preparation.provisional import has_provisional, remove_provisional
 from megatron_style.data.preparation.work import SAVE_SECONDS, work_folder
 from megatron_style.data.preparation.workers import WorkerPool
 from megatron_style.data.pretrained import import_tokenizer
@@ -36,8 +33,11 @@ from megatron_style.data.tokenizer import (
     BPE_FILE,
     DEFAULT_BPE_VOCAB,
     DICTIONARY_FILE,
+    EOS,
     PRETRAINED_FILE,
+    SPECIALS,
     TOKENIZER_FILES,
+    UNK,
     Tokenizer,
     load_tokenizer,
 )
@@ -103,11 +103,16 @@ def prepare_corpus(
 
 
 def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dict[str, Any]:
+    _check_end_of_document(recipe)
+    folder = passes.work.folder
     tokenizer = _make_tokenizer(recipe, passes)
-    options = EncodeOptions(passes.work.folder, recipe.dialect, _end_of_document(recipe, tokenizer))
+    options = EncodeOptions(folder, recipe.dialect, _end_of_document(recipe, tokenizer))
     splits = {}
     for split, files in recipe.splits.items():
-        counts = encode_split(passes, files, options, passes.work.folder / split)
+        is_counted = split == "train" and has_provisional(folder)
+        counts = encode_split(passes, files, options, folder / split, is_counted=is_counted)
+        if is_counted:
+            remove_provisional(folder)  # it is as large as the store
         if not counts.tokens:
             raise UserError(f"--{split}: nothing is left of its text; see the parts that were left out above")
         splits[split] = asdict(counts)
@@ -117,6 +122,16 @@ def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dic
                 f"tell them apart; prepare it with --tokenizer bpe, or with more words"
             )
     return _record(identity, tokenizer, splits, options.end_of_document)
+
+
+def _check_end_of_document(recipe: Recipe) -> None:
+    """Refuse a token that does not tell the end of a document from its text."""
+    name = recipe.end_of_document
+    if name is None or recipe.tokenizer == "pretrained":
+        return
+    is_text = recipe.tokenizer == "bpe" and name not in SPECIALS  # of words, the text's own are made unknown
+    if is_text or name in (SPECIALS[EOS], SPECIALS[UNK]):
+        raise UserError(f"--end-of-document {name}: documents have this token, too; name <s> or <pad>")
 
 
 def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
@@ -141,9 +156,16 @@ def _make_tokenizer(recipe: Recipe, passes: Passes) -> Tokenizer:
     elif recipe.imported is not None:
         tokenizer = import_tokenizer(recipe.imported, recipe.end_of_document)
     elif recipe.tokenizer == "bpe":
-        tokenizer = build_bpe_tokenizer(passes, train, vocab_size=recipe.vocab_size or DEFAULT_BPE_VOCAB)
+        size = recipe.vocab_size or DEFAULT_BPE_VOCAB
+        tokenizer = build_bpe_tokenizer(passes, train, vocab_size=size, end_of_document=recipe.end_of_document)
     else:
-        tokenizer = build_word_dictionary(passes, train, threshold=recipe.threshold, vocab_size=recipe.vocab_size)
+        tokenizer = build_word_dictionary(
+            passes,
+            train,
+            threshold=recipe.threshold,
+            vocab_size=recipe.vocab_size,
+            end_of_document=recipe.end_of_document,
+        )
     tokenizer.save(folder)
     return tokenizer
 

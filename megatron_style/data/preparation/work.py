@@ -22,6 +22,7 @@ from megatron_style.base.json_text import parse_json
 SAVE_SECONDS = 10.0
 _LOCK_FILE = "lock"
 _STATE_SUFFIX = ".state.json"
+SCRATCH_PREFIX = "provisional."  # of files that are not part of the corpus
 
 
 @dataclass
@@ -53,7 +54,8 @@ class Work:
 
     def finish(self) -> None:
         """Remove what is not part of the corpus."""
-        for path in [*self.folder.glob(f"*{_STATE_SUFFIX}"), self.folder / _LOCK_FILE]:
+        scratch = self.folder.glob(f"{SCRATCH_PREFIX}*")
+        for path in [*self.folder.glob(f"*{_STATE_SUFFIX}"), *scratch, self.folder / _LOCK_FILE]:
             path.unlink(missing_ok=True)
 
 

@@ -136,19 +136,21 @@ _PARSERS: Mapping[str, Callable[[Chunk, ReadOptions, Texts], None]] = {
 
 
 def _raw(chunk: Chunk) -> tuple[bytes, int]:
-    """Return the bytes of a chunk of lines, and where in the content they begin."""
-    assert isinstance(chunk.content, Lines | ByteRange), "rows have no bytes"
+    """Return the bytes of a chunk of lines, and where in the content they begin. A byte order mark is no text."""
+    assert not isinstance(chunk.content, Rows), "rows have no bytes"
     start = chunk.content.start
-    raw = chunk.content.data if isinstance(chunk.content, Lines) else _read(chunk.file.path, chunk.content)
-    if start == 0 and raw.startswith(BOM_UTF8):  # which some editors write; it is no part of the text
-        return raw.removeprefix(BOM_UTF8), len(BOM_UTF8)
-    return raw, start
+    data = _bytes_of(chunk.file.path, chunk.content)
+    if start == 0 and data.startswith(BOM_UTF8):
+        return data[len(BOM_UTF8) :], len(BOM_UTF8)
+    return data, start
 
 
-def _read(path: Path, part: ByteRange) -> bytes:
+def _bytes_of(path: Path, content: ByteRange | Lines) -> bytes:
+    if isinstance(content, Lines):
+        return content.data
     with path.open("rb") as file:
-        file.seek(part.start)
-        return file.read(len(part))
+        file.seek(content.start)
+        return file.read(len(content))
 
 
 def _line_place(chunk: Chunk, index: int) -> str:
