@@ -50,9 +50,7 @@ def test_the_error_is_the_last_line_under_every_launcher(name: str, tmp_path: Pa
     done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        f"error: data.train: nowhere does not exist; make it with `prepare` (tried {tmp_path}/nowhere"
-    )
+    assert last.startswith(f"error: data.train: nowhere does not exist; make it with `prepare` (tried {tmp_path}")
     assert not (tmp_path / "deep").exists()
 
 
