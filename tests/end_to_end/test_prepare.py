@@ -107,7 +107,8 @@ def test_the_record_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "a").write_text("x y x\n\nx\n")
     (tmp_path / "b").write_text("x z")
     out = tmp_path / "out"
-    assert exit_code("--train", tmp_path / "a", "--valid", tmp_path / "b", "--output", out, "--json") == 0
+    words = ["--tokenizer", "words"]
+    assert exit_code("--train", tmp_path / "a", "--valid", tmp_path / "b", "--output", out, "--json", *words) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["status"], shown["vocab_size"], shown["valid_unknown"]) == ("written", 8, 1)
     record = json.loads((out / "corpus.json").read_text())
@@ -147,7 +148,7 @@ def test_ranks_of_mpirun_write_the_same_bytes_and_speak_once(tmp_path: Path, tex
 
 def test_a_ten_megabyte_line_is_a_line_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("first\n" + "word " * 2_000_000 + "\nlast")
-    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt"]
+    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt", "--tokenizer", "words"]
     assert exit_code(*flags, "--output", tmp_path / "out", "--workers", 2) == 0
     assert open_store(tmp_path / "out" / "train").line_sizes.tolist() == [2, 2_000_001, 2]
 
@@ -204,7 +205,7 @@ def test_another_recipe_is_refused_unless_told_to_overwrite(
     tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert exit_code(*text, "--output", out) == 0
+    assert exit_code(*text, "--tokenizer", "words", "--output", out) == 0
     before = content(out)
     assert exit_code(*text, "--threshold", 3, "--output", out) == 2
     assert "its threshold is 0, not 3" in capsys.readouterr().err
@@ -326,7 +327,7 @@ def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(tmp_path: Path, t
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
     limited += "from megatron_style.prepare import main; from megatron_style.base.command import run_command; "
     limited += "run_command(lambda: main(sys.argv[1:]))"
-    done = run([sys.executable, "-c", limited, *text, "--output", tmp_path / "out"])
+    done = run([sys.executable, "-c", limited, *text, "--tokenizer", "words", "--output", tmp_path / "out"])
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if "rror" in line] == ["error: [Errno 27] File too large"]
     assert only_inputs_left(tmp_path)
@@ -340,11 +341,15 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
     if os.geteuid() != 0 or run(["unshare", "-m", "sh", "-c", mount]).returncode != 0:
         pytest.skip("a small disk is mounted: run the tests as root, in a container with CAP_SYS_ADMIN")
     train = write_text(tmp_path / "big.txt", 150_000)
-    flags = f"--train {train} --valid {train} --output {disk}/out"
+    flags = f"--train {train} --valid {train} --tokenizer words --output {disk}/out"
     script = f"{mount} && {' '.join(PREPARE)} {flags}; code=$?; ls -A {disk}; exit $code"
     done = run(["unshare", "-m", "sh", "-c", script])
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"error: {disk}/out: cannot be written (No space left on device): the disk mounted at {disk} has"
+    )
+    assert last.endswith("of 1.0 MiB free; free some, or choose another disk")
     assert done.stdout == ""  # nothing on the disk
 
 
@@ -389,7 +394,8 @@ def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     valid = write_text(tmp_path / "valid.txt", 10_000)
-    assert exit_code("--train", valid, "--valid", valid, "--output", tmp_path / "small") == 0
+    words = ["--tokenizer", "words"]
+    assert exit_code("--train", valid, "--valid", valid, *words, "--output", tmp_path / "small") == 0
     block = valid.read_bytes()
     peaks = []
     for megabytes in (32, 64):
@@ -474,6 +480,7 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "a.jsonl").write_text('{"body": "x y\\nx"}\n{"body": ""}\n{"other": 1}\n{"body": "y"}\n')
     (tmp_path / "b.txt").write_text("x\n\ny\n")
     flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json"]
+    flags += ["--tokenizer", "words"]
     assert exit_code(*flags, "--output", tmp_path / "bad") == 2
     assert "a.jsonl:3: has no key `body`, but other" in capsys.readouterr().err
     out = tmp_path / "out"
@@ -493,7 +500,7 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
 def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x y\\nx"}\n{"text": "y"}\n')
     flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron"]
-    assert exit_code(*flags, "--output", tmp_path / "out") == 0
+    assert exit_code(*flags, "--tokenizer", "words", "--output", tmp_path / "out") == 0
     index = (tmp_path / "out" / "train.idx").read_bytes()
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
     expected += struct.pack("<2i", 5, 2) + struct.pack("<2q", 0, 10) + struct.pack("<3q", 0, 1, 2)
@@ -502,3 +509,88 @@ def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> No
     assert store.documents is not None
     assert store.documents.starts_of(np.arange(7)).tolist() == [0] * 5 + [5] * 2
     assert not (tmp_path / "out" / "train.documents.npy").exists()
+
+
+# Text of one's own
+
+
+def test_the_tokenizer_for_ones_own_text_is_bpe_unless_a_threshold_counts_words(
+    tmp_path: Path, text: list[str]
+) -> None:
+    kinds = {}
+    for name, flags in {"plain": [], "counted": ["--threshold", 2], "asked": ["--tokenizer", "words"]}.items():
+        assert exit_code(*text, *flags, "--output", tmp_path / name) == 0
+        kinds[name] = json.loads((tmp_path / name / "corpus.json").read_text())["tokenizer"]
+    assert kinds == {"plain": "bpe", "counted": "words", "asked": "words"}
+
+
+@pytest.mark.parametrize(("suffix", "shape"), [(".txt", "{}"), (".jsonl", '{{"text": "{}"}}')])
+def test_a_share_of_one_file_is_held_out_at_its_end(tmp_path: Path, suffix: str, shape: str) -> None:
+    """Both parts together are the file, cut at a line end."""
+    file = tmp_path / f"all{suffix}"
+    file.write_text("".join(shape.format(f"w{number:03d}") + "\n" for number in range(200)))
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        flags = ["--valid-share", "0.05", "--tokenizer", "words", "--workers", workers]
+        assert exit_code("--train", file, "--output", out, *flags) == 0
+        tokenizer = load_tokenizer(out)
+        lines = [tokenizer.decode(open_store(out / split).tokens).split() for split in ("train", "valid")]
+        assert lines[0] == [f"w{number:03d}" for number in range(190)]
+        assert len(lines[1]) == 10
+        assert set(lines[1]) == {"<unk>"}
+    assert content(tmp_path / "out1") == content(tmp_path / "out2")
+    other = ["--valid-share", "0.1", "--tokenizer", "words"]
+    assert exit_code("--train", file, *other, "--output", tmp_path / "out1") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--valid-share", "1.5"], "--valid-share: '1.5' is not a share such as 0.01, between 0 and 1"),
+        (["--valid-share", "0.00001"], "nothing of {train} would be held out"),
+        (["--valid-share", "0.1", "--valid", "{train}"], "--valid brings held-out text of its own; leave out one"),
+        ([], "there is no held-out text; give --valid FILE..., or --valid-share 0.01"),
+    ],
+)
+def test_a_share_that_cannot_be_held_out_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    train = write_text(tmp_path / "train.txt", 50)
+    given = [flag.format(train=train) for flag in flags]
+    assert exit_code("--train", train, "--output", tmp_path / "out", *given) == 2
+    assert message.format(train=train) in capsys.readouterr().err
+    assert only_inputs_left(tmp_path)
+
+
+def test_compressed_files_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = tmp_path / "train.txt.gz"
+    train.write_bytes(gzip.compress(b"one\ntwo\n"))
+    assert exit_code("--train", train, "--valid-share", "0.5", "--output", tmp_path / "out") == 2
+    assert f"--valid-share: {train} can only be read from its beginning" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    plain = b'{"text": "a b"}\n' if name.endswith("jsonl") else b"a b\n"
+    stores = {}
+    for folder, mark in (("with", b"\xef\xbb\xbf"), ("without", b"")):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / name
+        file.write_bytes(gzip.compress(mark + plain) if name.endswith("gz") else mark + plain)
+        out = tmp_path / f"out_{folder}"
+        assert exit_code("--train", file, "--valid", file, "--tokenizer", "words", "--output", out) == 0
+        stores[folder] = [(out / name).read_bytes() for name in ("dict.txt", "train.bin")]
+    assert stores["with"] == stores["without"]
+
+
+@pytest.mark.parametrize(("unknown", "warns"), [(2, False), (3, True)])
+def test_many_unknown_words_are_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], unknown: int, warns: bool
+) -> None:
+    (tmp_path / "train.txt").write_text("known\n")
+    (tmp_path / "valid.txt").write_text("known " * (100 - unknown) + "strange " * unknown + "\n")
+    inputs = ["--train", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt"]
+    assert exit_code(*inputs, "--tokenizer", "words", "--output", tmp_path / "out") == 0
+    told = capfd.readouterr().err
+    assert ("warning: 3.0% of the words of valid are unknown" in told) == warns
+    assert "--tokenizer bpe" in told or not warns
