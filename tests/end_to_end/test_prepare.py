@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,11 +23,12 @@ import pytest
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import UserError
 from megatron_style.data.inspection import RECORD_SUFFIX
+from megatron_style.data.preparation import passes
 from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
 from megatron_style.data.preparation.workers import worker_pool
-from megatron_style.data.readers.chunks import ReadOptions
+from megatron_style.data.readers.chunks import ReadOptions, chunks_of
 from megatron_style.data.readers.inputs import InputFile, find_inputs
-from megatron_style.data.store import open_store
+from megatron_style.data.store import TokenStoreWriter, open_store
 from megatron_style.data.text import file_digest
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.prepare import main
@@ -158,12 +160,22 @@ def test_byte_pairs_give_the_text_back(tmp_path: Path, text: list[str]) -> None:
     assert decoded == (tmp_path / "valid.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", ["words", "bpe"])
-def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, text: list[str], kind: str) -> None:
-    assert exit_code(*text, "--tokenizer", kind, "--output", tmp_path / "first") == 0
-    assert exit_code(*text, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
+@pytest.mark.parametrize(
+    "end", [[], ["--end-of-document", "<s>"], ["--end-of-document", "w2é", "--format", "megatron"]]
+)
+@pytest.mark.parametrize("kind", [["--threshold", 3], ["--tokenizer", "bpe", "--vocab-size", 400]])
+def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, kind: list[object], end: list[str]) -> None:
+    """A text that is renumbered after it has been counted gets the ids of one that is encoded."""
+    if "bpe" in kind and "w2é" in end:
+        end = ["--end-of-document", "<pad>", *end[2:]]  # byte pairs of a text cannot end documents
+    shards(tmp_path / "in")
+    inputs = ["--train", tmp_path / "in", "--valid", tmp_path / "in" / "a.txt", *end]
+    assert exit_code(*inputs, *kind, "--output", tmp_path / "first") == 0
+    assert exit_code(*inputs, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
     first, second = content(tmp_path / "first"), content(tmp_path / "second")
-    assert {name for name in first if first[name] != second[name]} == {"corpus.json"}
+    assert {name for name in first | second if first.get(name) != second.get(name)} == {"corpus.json"}
+    counts = [json.loads(files["corpus.json"])["splits"] for files in (first, second)]
+    assert counts[0] == counts[1]
 
 
 # An output that exists already
@@ -455,6 +467,32 @@ def test_a_preparation_interrupted_anywhere_resumes_with_the_same_bytes(
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_renumbering_that_was_interrupted_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe({"train": files, "valid": files[:1]}, kind, 320, reading=ReadOptions(chunk_bytes=800))
+    prepare_corpus(recipe, tmp_path / "expected", InterruptedPool(10**6))
+    for results in (1, 3, 5):
+        left = iter(range(results))
+
+        class Interrupted(TokenStoreWriter):
+            def append(self, *args: Any) -> None:
+                if next(left, None) is None:  # noqa: B023  used in this round only
+                    raise KeyboardInterrupt
+                super().append(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "TokenStoreWriter", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_corpus(recipe, tmp_path / "out", InterruptedPool(10**6), save_seconds=0)
+        pool = InterruptedPool(10**6)
+        prepare_corpus(recipe, tmp_path / "out", pool, save_seconds=0, overwrite=True)
+        assert content(tmp_path / "out") == content(tmp_path / "expected")
+        valid_chunks = len(list(chunks_of(files[:1], recipe.reading)))
+        assert 10**6 - pool.left == len(files) + valid_chunks  # digests, and nothing of the training text
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[str]) -> None:
     files = [InputFile.at(Path(path)) for path in text[1::2]]
     recipe = Recipe({"train": files[:1], "valid": files[1:]}, "words")
@@ -488,6 +526,19 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
     assert store.documents is not None
     assert store.documents.starts_of(np.arange(17)).tolist() == [0] * 6 + [6] * 2 + [8] * 3 + [11] * 6
     assert store.line_sizes.tolist() == [3, 3, 2, 3, 2, 1, 3]
+
+
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_what_was_left_out_is_named_when_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n[\n')
+    (tmp_path / "b.txt").write_text("x\n")
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "b.txt", "--skip-bad", "--tokenizer", kind]
+    assert exit_code(*flags, "--output", tmp_path / "out") == 2
+    shown = capsys.readouterr().err
+    assert shown.count("left out: ") == 1
+    assert "a.jsonl:1: has no key `text`, but body" in shown
 
 
 def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def _make_tokenizer(recipe: Recipe, passes: Passes) -> Tokenizer:
 
 def _identity(recipe: Recipe, pool: WorkerPool) -> dict[str, Any]:
     """Return the recipe as the record keeps it: settings, and sources by digest, so that moved files are the same."""
-    paths = [file.path for file in chain.from_iterable(recipe.splits.values())]
+    paths = dict.fromkeys(file.path for file in chain.from_iterable(recipe.splits.values()))
     digests = dict(zip(paths, pool.map(file_digest, paths), strict=True))
     sources = {}
     for split, files in recipe.splits.items():
