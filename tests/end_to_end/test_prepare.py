@@ -25,6 +25,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.data.inspection import RECORD_SUFFIX
 from megatron_style.data.preparation import passes
 from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
+from megatron_style.data.preparation.work import work_folder
 from megatron_style.data.preparation.workers import worker_pool
 from megatron_style.data.readers.chunks import ReadOptions, chunks_of
 from megatron_style.data.readers.inputs import InputFile, find_inputs
@@ -491,6 +492,29 @@ def test_renumbering_that_was_interrupted_resumes(tmp_path: Path, monkeypatch: p
         valid_chunks = len(list(chunks_of(files[:1], recipe.reading)))
         assert 10**6 - pool.left == len(files) + valid_chunks  # digests, and nothing of the training text
         shutil.rmtree(tmp_path / "out")
+
+
+def test_interrupted_work_is_removed_when_the_output_becomes_another(tmp_path: Path) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe({"train": files, "valid": files[:1]}, "words")
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(recipe, tmp_path / "out", InterruptedPool(7), save_seconds=0)
+    (left,) = tmp_path.glob(".out*")
+    with pytest.raises(UserError, match="--threshold 999"):
+        prepare_corpus(replace(recipe, threshold=999), tmp_path / "out", InterruptedPool(100))
+    assert list(tmp_path.glob(".out*")) == [left]
+    prepare_corpus(replace(recipe, threshold=2), tmp_path / "out", InterruptedPool(100))
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_interrupt_before_the_work_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_style.data.preparation.work.fcntl.flock", interrupt)
+    with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "out", {}):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[str]) -> None:

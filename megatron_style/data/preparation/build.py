@@ -16,7 +16,8 @@ from megatron_style.data.preparation.words import WordCounts, number_words
 from megatron_style.data.readers.chunks import Chunk
 from megatron_style.data.readers.inputs import InputFile
 from megatron_style.data.store import token_dtype
-from megatron_style.data.tokenizer import BPE_FILE, SPECIALS, BpeTokenizer, WordDictionary
+from megatron_style.data.tokenizer import BPE_FILE, SPECIALS, BpeTokenizer
+from megatron_style.data.word_dictionary import WordDictionary
 
 _STATE = "first_pass"
 
@@ -106,5 +107,6 @@ def _count(
             left_out += encoded.left_out
             chunks.append(encoded, counts.add(done.result), size=done.size, closes=done.closes)
             if done.closes and passes.work.is_due():
-                state = {"files": done.files, "counts": counts.state(), "chunks": chunks.sync()}
+                chunks.sync()
+                state = {"files": done.files, "counts": counts.state(), "chunks": chunks.size}
                 passes.work.save(_STATE, state)

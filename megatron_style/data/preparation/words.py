@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from megatron_style.data.preparation.encode import CountedChunk, chunk_of
 from megatron_style.data.readers.chunks import Chunk, ReadOptions
 from megatron_style.data.readers.parse import read_texts
-from megatron_style.data.tokenizer import EOS, LINE_END, WordDictionary, encode_words
+from megatron_style.data.tokenizer import EOS
+from megatron_style.data.word_dictionary import LINE_END, WordDictionary, encode_words
 
 _DOCUMENT_END = 2 * LINE_END
 _MARKS = (LINE_END, _DOCUMENT_END)  # have the first numbers
