@@ -1,7 +1,7 @@
 """Saving and loading a checkpoint, against a raw write of the same bytes to the same disk, in one run; and the time for
 which a save in the background stops the training, against the time of a save that does not continue meanwhile.
 
-    python benchmarks/checkpoint.py [--folder DIR] [--zero 1] [--rounds 3]
+    python -m benchmarks.checkpoint [--folder DIR] [--zero 1] [--bf16] [--rounds 5]
 
 Two ranks on the CPU, a model of 38M parameters with Adam's state. Every round writes raw, saves, loads, and saves in
 the background. The ratios of the medians are printed: to the raw write, 1.0 is its speed with fsync; the stall of a
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
+from benchmarks.machine import machine
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig
@@ -39,8 +40,11 @@ VOCAB_SIZE = 20_000
 CORPUS_TOKENS = 1_000_000
 
 
-def make_run(folder: Path, zero: int) -> RunConfig:
-    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": zero}}))
+def make_run(folder: Path, zero: int, *, half: bool) -> RunConfig:
+    ds_config: dict[str, Any] = {"zero_optimization": {"stage": zero}}
+    if half:
+        ds_config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    (folder / "ds.json").write_text(json.dumps(ds_config))
     data = {
         "model": {
             "layers": 8,
@@ -126,14 +130,17 @@ def main() -> None:
         "--folder", type=Path, help="a folder on the disk to measure; default: the system's temporary one"
     )
     parser.add_argument("--zero", type=int, default=1, choices=range(4))
+    parser.add_argument("--bf16", action="store_true", help="train in bf16 instead of fp32")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as directory:
-        rounds = run_ranks(RANKS, measure, make_run(Path(directory), args.zero), args.rounds + 1)[0]
+        run = make_run(Path(directory), args.zero, half=args.bf16)
+        rounds = run_ranks(RANKS, measure, run, args.rounds + 1)[0]
+    print(json.dumps(machine()))
     middle = Round(*map(statistics.median, zip(*rounds, strict=True)))
-    print(
-        f"checkpoint    {middle.size / 2**20:,.0f} MiB, ZeRO {args.zero}, {RANKS} ranks, median of {args.rounds} rounds"
-    )
+    precision = "bf16" if args.bf16 else "fp32"
+    size = f"{middle.size / 2**20:,.0f} MiB"
+    print(f"checkpoint    {size}, ZeRO {args.zero}, {precision}, {RANKS} ranks, median of {args.rounds} rounds")
     for name, seconds in (("raw write", middle.raw), ("save", middle.save), ("load", middle.load)):
         speed = middle.size / seconds / 2**30
         print(f"{name:<12}  {seconds:6.2f} s  {speed:5.2f} GiB/s  ratio to raw write {middle.raw / seconds:.2f}")

@@ -1,6 +1,6 @@
 """The cost of a token, as ratios measured side by side in one run, each next to its target.
 
-    python benchmarks/inference.py [--layers 6] [--hidden 512] [--length 512] [--rounds 20] [--json]
+    python -m benchmarks.inference [--layers 6] [--hidden 512] [--length 512] [--rounds 20] [--json]
 
 On this machine's CPU, with torch's default number of threads. The two sides of a ratio take turns, so that other work
 on the machine slows both; a ratio is the median of its rounds. Batching of windows, and of consecutive segments in a
@@ -21,6 +21,7 @@ from typing import cast
 
 import torch
 
+from benchmarks.machine import machine
 from megatron_style.config.model import ModelConfig
 from megatron_style.inference.decoder import Decoder
 from megatron_style.inference.scoring.modes import MODES
@@ -192,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     results = measure(args.layers, args.hidden, args.length, args.rounds)
     if args.json:
-        print(json.dumps({"threads": torch.get_num_threads(), "results": [asdict(result) for result in results]}))
+        print(json.dumps({"machine": machine(), "results": [asdict(result) for result in results]}))
         return
     print(f"{args.layers} layers, {args.hidden} wide, segments of {args.length}; {torch.get_num_threads()} threads")
     print(f"{'':38}{'ms per token':>18}{'ratio':>9}")

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.inference import Result, Work, compare, forward_pass, make_model
+from benchmarks.machine import machine
 from megatron_style.config.datastore import DatastoreManifest
 from megatron_style.datastore.approximate import ApproximateSearch, index_shape, write_index
 from megatron_style.datastore.retrieval import Retrieval, Search
@@ -97,7 +98,7 @@ def main() -> None:
                 first, second = result.milliseconds
                 print(f"{result.name:44}{first:9.3f} /{second:7.3f} ms per token{result.ratio:9.2f}x", flush=True)
     if args.json:
-        facts = {"hidden": args.hidden, "k": K, "probe": PROBE, "threads": torch.get_num_threads()}
+        facts = {"hidden": args.hidden, "k": K, "probe": PROBE, "machine": machine()}
         print(json.dumps(facts | {"results": [asdict(result) for result in results]}, indent=1))
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.inference import Result, Work, compare, text_of, walk_from
+from benchmarks.machine import machine
 from megatron_style.config.model import ModelConfig
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import score
@@ -86,7 +87,7 @@ def main() -> None:
     counts = [count_parameters(make_config(kind, args.layers, args.hidden), VOCAB_SIZE) for kind in KINDS]
     results = measure(args.layers, args.hidden, args.length, args.rows, args.rounds)
     if args.json:
-        found = {"threads": torch.get_num_threads(), "parameters": dict(zip(KINDS, counts, strict=True))}
+        found = {"machine": machine(), "parameters": dict(zip(KINDS, counts, strict=True))}
         print(json.dumps(found | {"results": [asdict(result) for result in results]}))
         return
     print(f"{args.layers} layers, {args.hidden} wide, segments of {args.length}; {torch.get_num_threads()} threads")

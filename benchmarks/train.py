@@ -15,25 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import machine
+from benchmarks.own_process import in_own_process
 from benchmarks.show import ONE_RANK, chart, difference, show
-from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, write_text
+from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, seconds, write_text
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 
+MODULE = "benchmarks.train"
 CPU = torch.device("cpu")
 WARM_UP_STEPS = 2
 GRIDS = {  # number of ranks, and tensor-parallel degree; all with ZeRO 1
@@ -42,12 +41,6 @@ GRIDS = {  # number of ranks, and tensor-parallel degree; all with ZeRO 1
     "2 tensor-parallel ranks": (2, 2),
 }
 LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # with a cache or without
-
-
-def seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 def matmul_rate(size: int = 2048) -> float:
@@ -125,17 +118,6 @@ def measure_grid(setting: Setting, folder: Path, ranks: int, tensor: int) -> lis
         return [tokens / seconds(step) for _ in range(2)]
 
 
-def in_own_process(**what: Any) -> Any:
-    """Run a measurement of this file in a separate process, so that earlier ones do not affect it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.train", "--child", json.dumps(what)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def child(what: dict[str, Any]) -> object:
     settings = [Setting(**setting) for setting in what["settings"]]
     folder = Path(what["folder"])
@@ -153,10 +135,11 @@ def child(what: dict[str, Any]) -> object:
 def measure_all(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_text(folder, VOCAB_SIZES[args.model])
     settings = [Setting(args.model, length, LENGTHS[length], args.tokens) for length in args.lengths]
-    found: dict[str, Any] = {"model": args.model, "tokens": args.tokens, "lengths": {}, "ours": {}, "zero": {}}
+    found: dict[str, Any] = {"machine": machine(), "model": args.model, "tokens": args.tokens}
+    found |= {"lengths": {}, "ours": {}, "zero": {}}
 
     def measured(some: list[Setting], **what: Any) -> Any:
-        return in_own_process(settings=list(map(vars, some)), folder=str(folder), rounds=args.rounds, **what)
+        return in_own_process(MODULE, settings=list(map(vars, some)), folder=str(folder), rounds=args.rounds, **what)
 
     for setting in settings:
         found["lengths"][str(setting)] = measured([setting], measure="speed") | {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,12 @@ class Setting:
         return training_flops_per_token(
             run.model, VOCAB_SIZES[self.model], segment_length=self.length, cache_length=cache
         )
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
 
 
 def write_text(folder: Path, vocab_size: int, tokens: int = 2_000_000) -> None:

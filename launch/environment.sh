@@ -1,8 +1,19 @@
-# Sourced by the other scripts, from the project's root: sets up the virtual environment and the variables of processes.
-export PATH="$PWD/.venv/bin:$PATH"
-export TORCH_EXTENSIONS_DIR="$PWD/.venv/torch_extensions" # one per environment: a stale lock elsewhere hangs the start
+# Sourced by the other scripts: sets up the virtual environment and the variables of processes.
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PATH="$project/.venv/bin:$PATH"
+export TORCH_EXTENSIONS_DIR="$project/.venv/torch_extensions" # one per environment: a stale lock elsewhere hangs the start
 gpus=$( (command -v nvidia-smi >/dev/null && nvidia-smi -L || true) | wc -l)
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR=cpu
+
+# Let processes find the project from the caller's folder, which stays the current one: paths are relative to it.
+from_any_folder() { export PYTHONPATH="$project${PYTHONPATH:+:$PYTHONPATH}"; }
+
+# Choose a number of processes on this machine, one per GPU or two, and their threads, unless the caller has.
+choose_processes() {
+    PROCESSES=${PROCESSES:-$((gpus > 0 ? gpus : 2))}
+    local share=$(($(nproc) / PROCESSES))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((share > 1 ? share : 1))}
+}
 
 # Make .venv and install a requirements file into it, unless that was already done for these files.
 install_requirements() {
@@ -18,7 +29,7 @@ install_requirements() {
 }
 
 # Print a free port of this machine.
-free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'; }
+free_port() { python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])' 2>/dev/null; }
 
 # Run a launcher in its own session (one Ctrl-C must not reach it twice), pass signals to it and return its exit code.
 run() {
@@ -30,9 +41,9 @@ run() {
     return "$code"
 }
 
-# Exit with a one-line error unless the argument is a file; the script's second line is its usage.
+# Exit with a one-line error unless the argument is a file or a shipped run file; the script's second line is its usage.
 need_file() {
-    [ -f "${1:-}" ] || { echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2; exit 2; }
+    [ -f "${1:-}" ] || [[ ${1:-} == run_configs/* && -f $project/$1 ]] || { echo "error: ${1:-RUN.yaml}: no such file; $(sed -n '2s/^# //p' "$0")" >&2; exit 2; }
 }
 
 # Export what ranks on other hosts need, and keep only the names for `mpirun -x`: command lines are public.

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # usage: [PROCESSES=N] ./launch/local.sh RUN.yaml [flags of train]
-# On this machine: one process per device that DeepSpeed finds (on a CPU: per NUMA node), or N processes.
+# On this machine: N processes, by default one per GPU, or two on a machine without GPUs.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launch/environment.sh
+source "$(dirname "$0")/environment.sh"
+from_any_folder
 need_file "${1:-}"
+choose_processes
 exec python -m megatron_style.supervision.launch deepspeed --log_level warning \
-    ${PROCESSES:+--num_accelerators "$PROCESSES"} --master_port "${MASTER_PORT:-$(free_port)}" \
+    --num_accelerators "$PROCESSES" --master_port "${MASTER_PORT:-$(free_port)}" \
     --module megatron_style.train "$@"

@@ -3,8 +3,8 @@
 # On the hosts of a hostfile, with Open MPI: one process per slot. `-m mpi4py` ends all of them when one fails;
 # without it the others would wait forever.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launch/environment.sh
+source "$(dirname "$0")/environment.sh"
+from_any_folder
 need_file "${1:-HOSTFILE}"
 need_file "${2:-}"
 hostfile=$1

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # usage: ./launch/multi_node.sh HOSTFILE RUN.yaml [flags of train]
-# On the hosts of a hostfile (launch/hostfile.example), over ssh and pdsh, from any one of them. The project, the data
-# and the output must have the same path on every host.
+# On the hosts of a hostfile (launch/hostfile.example), over ssh and pdsh, from any one of them. The project, the
+# current folder, the data and the output must have the same path on every host.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launch/environment.sh
+source "$(dirname "$0")/environment.sh"
+from_any_folder
 need_file "${1:-HOSTFILE}"
 need_file "${2:-}"
 hostfile=$1

@@ -6,21 +6,20 @@ cd "$(dirname "$0")/.."
 source launch/environment.sh
 install_requirements requirements.txt
 
-processes=$((gpus > 0 ? gpus : 2))
-export OMP_NUM_THREADS=$(($(nproc) > processes ? $(nproc) / processes : 1))
+choose_processes
 run=${QUICKSTART_RUN:-runs/quickstart}
 
 echo "== prepare: 249 State of the Union messages -> data/sotu"
 python -m megatron_style.prepare --corpus sotu --output data/sotu
-echo "== train: two stages, $processes processes -> $run"
-run deepspeed --log_level warning --num_accelerators "$processes" --master_port "$(free_port)" \
+echo "== train: two stages, $PROCESSES processes -> $run"
+run deepspeed --log_level warning --num_accelerators "$PROCESSES" --master_port "$(free_port)" \
     --module megatron_style.train run_configs/quickstart.yaml --set output.path="$run" "$@"
 echo "== evaluate: on text that the model has not seen"
-python -m megatron_style.evaluate "$run/model" --data data/sotu/test --mode cached
+python -m megatron_style.evaluate "$run/model" --data data/sotu/test
 echo "== generate: a continuation of \"The state of the Union\""
 python -m megatron_style.generate "$run/model" --prompt "The state of the Union" --tokens 60 --top-k 40
 echo "== report"
-python -m megatron_style.report "$run" --output "$run/report.html"
+python -m megatron_style.report "$run"
 cat <<END
 
 The run is in $run: the model in model/, its figures in metrics.jsonl, the page in report.html.

@@ -7,7 +7,7 @@
 # Exit code: 0 finished, 2 wrong input, 75 stopped and saved (SIGTERM, SIGUSR1, first Ctrl-C), 76 diverged,
 # 130 ended at once (second Ctrl-C), 1 gave up.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launch/environment.sh
+source "$(dirname "$0")/environment.sh"
+from_any_folder
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec python -m megatron_style.supervise "$@"

@@ -2,8 +2,8 @@
 # usage: [PROCESSES=N] [NODES=N NODE_RANK=I MASTER_ADDR=HOST] ./launch/torchrun.sh RUN.yaml [flags of train]
 # On this machine or, if started on each of NODES hosts with its NODE_RANK, on all of them; MASTER_ADDR is the first.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source launch/environment.sh
+source "$(dirname "$0")/environment.sh"
+from_any_folder
 need_file "${1:-}"
 rank=${NODE_RANK:-${JOB_COMPLETION_INDEX:-0}} # Kubernetes sets the latter in the pods of an indexed Job
 meet=(--node-rank "$rank" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from megatron_style.base.command import CONSOLE_COMMAND, run_command, say
+from megatron_style.base.command import CONSOLE_COMMAND, log, run_command, run_module, say
+from megatron_style.base.disk import writing_to
 from megatron_style.base.errors import UserError
+from megatron_style.base.launchers import is_first_of_host
 from megatron_style.config.train_arguments import TrainArguments, parse_train_arguments
 from megatron_style.supervision.signals import StopSignals, leave_early
 
@@ -60,7 +62,7 @@ def main() -> None:
 def start(name: str) -> NoReturn:
     if name == "train":
         _start_training()
-    run_command(lambda: import_module(f"megatron_style.{name}").main())
+    run_module(f"megatron_style.{name}")
 
 
 def _start_training() -> NoReturn:
@@ -72,13 +74,24 @@ def _start_training() -> NoReturn:
 
 
 def _train(arguments: TrainArguments, signals: StopSignals) -> None:
-    from megatron_style.config.run import load_run, run_text  # imports pydantic, for which a wrong flag need not wait
+    # These import pydantic, for which a wrong flag need not wait.
+    from megatron_style.config.paths import check_inputs
+    from megatron_style.config.run_file import load_run, run_text
+    from megatron_style.supervision.finished import what_is_finished
 
     run = load_run(arguments.run_file, arguments.settings)
     if arguments.print_config:
         say(run_text(run))
         return
-    import_module("megatron_style.train").train(run, signals)
+    if arguments.trains_on and (done := what_is_finished(run)):
+        if is_first_of_host():
+            log(done)
+        return
+    check_inputs(run, arguments.run_file.parent)
+    with writing_to(run.output.path):
+        import_module("megatron_style.train").train(
+            run, signals, resume_from=arguments.resume_from, dry_run=arguments.dry_run, profile=arguments.profile
+        )
 
 
 def show_help(program: str) -> None:

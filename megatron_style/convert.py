@@ -5,6 +5,11 @@ python -m megatron_style.convert export runs/quickstart --output models/mine
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("convert")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +25,6 @@ from megatron_style.base.command import (
     byte_size,
     command_parser,
     positive_int,
-    run_command,
     show,
 )
 from megatron_style.base.model_files import SHARD_BYTES
@@ -137,7 +141,3 @@ CONVERSIONS: Mapping[str, Conversion] = MappingProxyType(
         ),
     }
 )
-
-
-if __name__ == "__main__":
-    run_command(main)

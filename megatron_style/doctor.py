@@ -6,6 +6,11 @@ python -m megatron_style.doctor run_configs/shortformer_1b3.yaml --set data.voca
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("doctor")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import json
 import os
@@ -21,13 +26,13 @@ from megatron_style.base.command import (
     add_set_flag,
     command_parser,
     positive_int,
-    run_command,
     say,
     show_table,
 )
 from megatron_style.base.errors import UserError
 from megatron_style.base.findings import Finding, worst_first
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.engine.requirements import check_hosts
 from megatron_style.hosts.hosts import read_hostfile, this_machine
 from megatron_style.planning.estimate import USABLE
@@ -112,7 +117,3 @@ def show_findings(findings: Sequence[Finding], rehearsal: Rehearsal | None = Non
         say(f"{finding.level:<4}  {finding.subject:<{width}}  {finding.message}\n")
     if rehearsal is not None and rehearsal.stages:
         show_table(*compare_with_plan(rehearsal))
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -5,6 +5,11 @@ python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid -
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("evaluate")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import math
 from collections.abc import Iterator
@@ -15,7 +20,6 @@ from megatron_style.base.command import (
     add_json_flag,
     command_parser,
     output_file,
-    run_command,
     show,
     show_table,
 )
@@ -44,7 +48,9 @@ def main() -> None:
     source = open_model(args.model)
     store = open_store(args.data)
     check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
-    protocol = make_protocol(request_of(args), source.config, tokens=len(store), where=str(args.model))
+    protocol = make_protocol(
+        request_of(args, source.config.model), source.config, tokens=len(store), where=str(args.model)
+    )
     store.check_ids(source.config.vocab_size)
     continuous = continuous_cache(args)
     retrieval = open_retrieval(args, source.digest, source.config.vocab_size)
@@ -63,7 +69,7 @@ def parse_args() -> argparse.Namespace:
         "evaluate",
         "Measure the perplexity of a token store under a model, alone and with a kNN-LM or a continuous cache. Under a "
         "launcher its processes share the work; their number does not change the result.",
-        "python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached\n"
+        "python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid\n"
         "  deepspeed --num_gpus 8 --module megatron_style.evaluate runs/mine --data data/mine/test --mode sliding "
         "--stride 64\n"
         "  python -m megatron_style.evaluate runs/quickstart/model --data data/sotu/valid --mode cached --neighbours "
@@ -72,7 +78,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
     add("--data", type=Path, required=True, metavar="PREFIX", help="a token store: PREFIX.bin and PREFIX.idx")
-    add("--mode", choices=list(MODES), required=True)
+    add("--mode", choices=list(MODES), help="default: cached, or nonoverlapping for a model without a cache")
     add_protocol_flags(parser, lanes="1, the exact walk")
     add("--dtype", choices=list(DTYPES), default="float32")
     add(
@@ -123,7 +129,3 @@ def show_results(facts: dict[str, object], measured: Measurement, picture: Path 
     if not as_json:
         rows = ((mean, mean.tokens, mean.loss, perplexity(mean.loss)) for mean in means)
         show_table(("position", "tokens", "loss nats", "perplexity"), rows)
-
-
-if __name__ == "__main__":
-    run_command(main)

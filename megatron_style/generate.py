@@ -5,12 +5,17 @@ python -m megatron_style.generate runs/quickstart/model --prompt "The state of t
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("generate")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_style.base.command import add_json_flag, command_parser, positive_int, run_command, say, show
+from megatron_style.base.command import add_json_flag, command_parser, positive_int, say, show
 from megatron_style.base.errors import UserError
 from megatron_style.datastore.arguments import add_neighbour_flags, open_retrieval
 from megatron_style.formats.formats import open_model
@@ -65,9 +70,15 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", type=Path, help="a model folder, a run, or one of its checkpoints")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="the text to continue; may be repeated")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="the text to continue, - for standard input; may be repeated",
+    )
     add("--prompts", type=Path, metavar="FILE", help="a prompt on each line")
-    add("--interactive", action="store_true", help="continue typed lines; /reset forgets them")
+    add("--interactive", action="store_true", help="continue typed lines; /help shows its commands")
     add("--tokens", type=positive_int, default=100, metavar="N", help="at most N tokens per text (100)")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--stop-at-line-end", action="store_true", help="end at the end of the line")
@@ -112,7 +123,3 @@ def show_texts(args: argparse.Namespace, prompts: Sequence[str], texts: Sequence
     else:
         headings = (prompt.replace("\n", " ") for prompt in prompts)
         say("\n".join(f"== {heading}\n{text.text}\n" for heading, text in zip(headings, texts, strict=False)))
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -5,6 +5,11 @@ python -m megatron_style.neighbours build runs/quickstart/model --data data/sotu
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("neighbours")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +18,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from megatron_style.base.command import add_json_flag, command_parser, log, positive_int, run_command, show
+from megatron_style.base.command import add_json_flag, command_parser, log, positive_int, show
 from megatron_style.config.datastore import KEY_DTYPES
 from megatron_style.data.corpus import check_same_tokenizer
 from megatron_style.data.store import open_store
@@ -83,7 +88,7 @@ def build_datastore(args: argparse.Namespace) -> None:
     source = open_model(args.model)
     store = open_store(args.data, source.config.vocab_size)
     check_same_tokenizer(source.tokenizer(), args.data, f"{args.model} was trained with")
-    protocol = walk_of(request_of(args), args.mode, source.config, tokens=len(store), where=str(args.model))
+    protocol = walk_of(request_of(args, source.config.model), source.config, tokens=len(store), where=str(args.model))
     manifest = make_manifest(source.digest(), source.config, store.tokens, protocol, args.dtype, args.compute_dtype)
     built = is_built(args.output, manifest)
     with process_grid(args.tensor, "neighbours build") as topology:
@@ -132,7 +137,3 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "index": Command("make the index for approximate search; needs faiss", add_index_flags, index_datastore),
     }
 )
-
-
-if __name__ == "__main__":
-    run_command(main)

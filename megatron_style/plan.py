@@ -5,7 +5,13 @@ python -m megatron_style.plan run_configs/wikitext103_shortformer.yaml --set dat
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("plan")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
+import math
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,16 +22,17 @@ from megatron_style.base.command import (
     argument_type,
     command_parser,
     log,
-    run_command,
     show,
     show_table,
 )
+from megatron_style.base.cpu import bf16_instructions, describe_bf16
 from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import read_ds_file
-from megatron_style.config.run import load_run
+from megatron_style.config.run import ParallelConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.planning.calibration import measured_efficiency
 from megatron_style.planning.estimate import estimate_run
-from megatron_style.planning.hardware import GPUS, bytes_of, gpu_named
+from megatron_style.planning.hardware import GPUS, bytes_of, gpu_named, with_peak
 from megatron_style.planning.rows import summary, tables
 from megatron_style.planning.setup import sharding_of
 from megatron_style.planning.text import text_facts
@@ -39,19 +46,21 @@ DEFAULT_COUNT = 8
 def main() -> None:
     args = parse_args()
     run = load_run(args.run, args.settings)
-    counts = gpu_counts(args.gpus, run.parallel.tensor)
+    counts = gpu_counts(args.gpus, run.parallel)
     sharding = sharding_of(run, read_ds_file(run.deepspeed))
     text = text_facts(run)
-    efficiency = measured_efficiency(args.calibrate, args.gpu) if args.calibrate else args.efficiency
-    machine = Machine(args.gpu, efficiency)
-    estimate = estimate_run(run, text, sharding, machine, gpus=counts, memory=args.gpu_memory or args.gpu.memory)
+    gpu = with_peak(args.gpu, args.gpu_peak, sharding.precision) if args.gpu_peak else args.gpu
+    efficiency = measured_efficiency(args.calibrate, gpu) if args.calibrate else args.efficiency
+    machine = Machine(gpu, efficiency)
+    estimate = estimate_run(run, text, sharding, machine, gpus=counts, memory=args.gpu_memory or gpu.memory)
     if text.tokens is None:
         stores = ", ".join(str(source.path) for source in run.data.sources)
         log(f"{stores}: does not exist yet; vocabulary shares are guessed, the length of an epoch is unknown")
+    log(f"this machine's CPU has {describe_bf16(bf16_instructions())}")
     if args.picture:
         from megatron_style.planning.picture import draw  # takes a second
 
-        draw(estimate, args.picture)
+        draw(estimate, args.picture, name=args.run.stem)
     if args.json:
         show(asdict(estimate), as_json=True)
         return
@@ -74,7 +83,10 @@ def parse_args() -> argparse.Namespace:
     add_set_flag(parser)
     parser.add_argument("--gpu", type=gpu, default=DEFAULT_GPU, metavar="NAME", help=f"one of {', '.join(GPUS)}")
     parser.add_argument("--gpu-memory", type=memory, metavar="32GB", help="default: that of the GPU")
-    parser.add_argument("--gpus", metavar="N,...", help=f"numbers of GPUs to compare; default: {DEFAULT_COUNT}")
+    parser.add_argument("--gpu-peak", type=peak_flops, metavar="TFLOPS", help="in this precision; default: the GPU's")
+    parser.add_argument(
+        "--gpus", metavar="N,...", help=f"numbers of GPUs to compare; default: parallel.meant_for, else {DEFAULT_COUNT}"
+    )
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument(
         "--efficiency", type=share_of_peak, metavar="0.4", default=DEFAULT_EFFICIENCY, help="share of the GPU's peak"
@@ -94,6 +106,18 @@ def picture_file(text: str) -> Path:
 
 
 @argument_type
+def peak_flops(text: str) -> float:
+    """Return FLOP/s, given in TFLOP/s."""
+    try:
+        peak = float(text)
+    except ValueError:
+        peak = 0.0
+    if not 0 < peak < math.inf:
+        raise UserError(f"--gpu-peak {text}: must be dense TFLOP/s above 0, such as 989")
+    return peak * 1e12
+
+
+@argument_type
 def share_of_peak(text: str) -> float:
     try:
         share = float(text)
@@ -104,16 +128,13 @@ def share_of_peak(text: str) -> float:
     return share
 
 
-def gpu_counts(text: str | None, tensor: int) -> list[int]:
+def gpu_counts(text: str | None, parallel: ParallelConfig) -> list[int]:
     """Return the numbers of GPUs to compare, checked against parallel.tensor of the run file."""
+    tensor = parallel.tensor
     if text is None:
-        return [-(-DEFAULT_COUNT // tensor) * tensor]
+        return [parallel.meant_for or -(-DEFAULT_COUNT // tensor) * tensor]
     counts = [int(part) if part.strip().isascii() and part.strip().isdigit() else 0 for part in text.split(",")]
     if not all(count > 0 and count % tensor == 0 for count in counts):
         reason = f"multiples of parallel.tensor ({tensor})" if tensor > 1 else "numbers of at least 1"
         raise UserError(f"--gpus {text}: must be {reason}, such as {8 * tensor} or {8 * tensor},{64 * tensor}")
     return counts
-
-
-if __name__ == "__main__":
-    run_command(main)

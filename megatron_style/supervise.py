@@ -5,22 +5,33 @@ python -m megatron_style.supervise --processes 2 run_configs/quickstart.yaml --s
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.__main__ import start
+
+    start("supervise")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import argparse
 import sys
 from itertools import chain
 from pathlib import Path
 
-from megatron_style.base.command import command_parser, positive_int, run_command
+from megatron_style.base.command import command_parser, log, positive_int
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import load_run, seconds_of
+from megatron_style.config.run import seconds_of
+from megatron_style.config.run_file import load_run
 from megatron_style.config.train_arguments import add_run_arguments, settings_of
 from megatron_style.hosts.hosts import read_hostfile
+from megatron_style.supervision.finished import what_is_finished
 from megatron_style.supervision.launch_spec import LaunchSpec
 from megatron_style.supervision.supervisor import Supervisor
 
 
 def main() -> None:
-    sys.exit(Supervisor(spec_of(parse_args())).run())
+    spec = spec_of(parse_args())
+    if done := what_is_finished(spec.run):
+        log(done)
+        return
+    sys.exit(Supervisor(spec).run())
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,7 +78,3 @@ def _duration(text: str) -> float:
         return seconds_of(text)
     except (ValueError, KeyError):
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration; use for example 90s, 30m or 2h") from None
-
-
-if __name__ == "__main__":
-    run_command(main)

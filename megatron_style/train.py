@@ -16,18 +16,20 @@ from dataclasses import replace
 
 from megatron_style.base.errors import Diverged, Stopped
 from megatron_style.checkpoint.store import CheckpointStore
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.config.train_arguments import parse_train_arguments
-from megatron_style.data.corpus import keep_tokenizer, open_corpus, separate_documents
+from megatron_style.data.corpus import keep_tokenizer, open_text
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.preflight import preflight
+from megatron_style.engine.preflight import check_only, preflight
 from megatron_style.engine.session import distributed_session
 from megatron_style.engine.spikes import look_for_spike
 from megatron_style.formats.model_folder import export
 from megatron_style.formats.start import open_start
 from megatron_style.inference.held_out import held_out
 from megatron_style.journal.journal import Journal
+from megatron_style.parallel.collectives import broadcast_json
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.supervision.run_guard import guard_run
@@ -40,30 +42,41 @@ _REMEDY = "resume from an earlier checkpoint with a lower learning rate"
 
 def main() -> None:
     arguments = parse_train_arguments()
-    train(load_run(arguments.run_file, arguments.settings))
+    run = load_run(arguments.run_file, arguments.settings)
+    train(run, resume_from=arguments.resume_from, dry_run=arguments.dry_run, profile=arguments.profile)
 
 
-def train(run: RunConfig, signals: StopSignals | None = None) -> None:
+def train(
+    run: RunConfig,
+    signals: StopSignals | None = None,
+    *,
+    resume_from: int | None = None,
+    dry_run: bool = False,
+    profile: int | None = None,
+) -> None:
     signals = signals or StopSignals(react=leave_early)
     with (
         distributed_session(tensor=run.parallel.tensor) as topology,
         guard_run(run.output.path, signals, timeout=run.output.heartbeat_timeout) as (heartbeat, terminal),
     ):
-        run, corpus = separate_documents(run, open_corpus(run.data, check_ids=topology.is_first))
-        run.model.check_vocabulary(corpus.vocab_size)
+        run, corpus = open_text(run.on_ranks(topology.data.size), check_ids=topology.is_first)
         checkpoints = CheckpointStore(run, topology)
-        origin = checkpoints.newest() or open_start(run, topology)
+        origin = checkpoints.origin(resume_from) or open_start(run, topology)
         schedule = StageSchedule(
             run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size, history=origin.history
         )
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
         progress = origin.load(engine, schedule)
+        if dry_run:
+            check_only(engine, schedule.stages_from(progress.step), is_first=topology.is_first)
         if topology.is_first:
             keep_tokenizer(corpus, run.output.path)
-        stop = StopRequest(signals, after_seconds=run.output.stop_seconds, device=engine.device)
+        request = StopRequest(signals, run.output, engine.device)
 
         with (
-            Journal(run, schedule, engine, topology, first_step=progress.step, terminal=terminal) as journal,
+            Journal(
+                run, schedule, engine, topology, first_step=progress.step, terminal=terminal, profile_steps=profile
+            ) as journal,
             checkpoints,
         ):
             heartbeat.at(progress.step, "preflight")
@@ -86,20 +99,23 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     update = engine.update(rate, spike=spike)
 
                 stage_ends = schedule.closes_stage(step)
-                reason = stop.agreed()
-                saves = due(progress.step, run.output.save_every) or stage_ends or reason is not None
+                asked = request.agreed()
+                evaluates = due(progress.step, run.output.evaluate_every) or stage_ends
+                saves = due(progress.step, run.output.save_steps) or asked.save or stage_ends
                 journal.step(plan, loss, update, time.monotonic() - begin,
-                             show=due(progress.step, run.output.log_every) or saves)  # fmt: skip
+                             show=due(progress.step, run.output.log_every) or saves or evaluates)  # fmt: skip
                 if spike is not None and spike.action == "stop":
                     raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
-                if due(progress.step, run.output.evaluate_every) or stage_ends:
+                if evaluates:
                     heartbeat.at(progress.step, "evaluating")
                     for name in corpus.valid:
                         found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1], topology.data)
                         journal.held_out(progress.step, found, name, is_main=name == corpus.main_valid)
                         if not math.isfinite(found.loss):
                             raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
-                    progress = replace(progress, sound=progress.step)
+                        if name == corpus.main_valid:
+                            progress = progress.evaluated(broadcast_json(found.loss), found.text_digest)
+                    saves = saves or (run.output.keep_best and progress.is_best)
                 if progress.step == schedule.total_steps and engine.skipped_in_a_row >= min(_LAST, progress.step):
                     raise Diverged(f"the gradients of the last steps are not finite; {_REMEDY}")
                 if stage_ends:
@@ -108,12 +124,14 @@ def train(run: RunConfig, signals: StopSignals | None = None) -> None:
                     heartbeat.at(progress.step, "saving")
                     journal.flush(progress.step)
                     checkpoints.save(engine, progress, schedule)
-                if reason and progress.step < schedule.total_steps:
+                    request.saved()
+                if asked.stop and progress.step < schedule.total_steps:
                     journal.saved(progress.step, checkpoints.finished(wait=True))
-                    raise Stopped(f"stopped after step {progress.step}: {reason}; start it again to resume")
+                    raise Stopped(f"stopped after step {progress.step}: {asked.stop}; start it again to resume")
             journal.saved(progress.step, checkpoints.finished(wait=True))
             export(engine.full_weight, run, corpus, schedule, is_first=topology.is_first)
             engine.sum_up()
+            journal.finished(progress.best and progress.best.step)
 
 
 def due(step: int, every: int | None) -> bool:

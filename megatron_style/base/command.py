@@ -6,16 +6,20 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
-from megatron_style.base.errors import Diverged, RunFailed, Stopped, UserError, harmless
+from megatron_style.base.errors import Diverged, OnlyChecked, RunFailed, Stopped, UserError, harmless
 from megatron_style.base.launchers import is_first_of_host
 
 CONSOLE_COMMAND = "shortformer"
+LAST_WORDS = "MEGATRON_STYLE_LAST_WORDS"  # names a folder of this host in the environment of a launch
 Value = TypeVar("Value")
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -93,14 +97,38 @@ def add_set_flag(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def run_module(name: str) -> NoReturn:
+    """Import a module, run its main as a command, and exit."""
+    run_command(lambda: _imported(name).main())
+
+
+def _imported(name: str) -> Any:
+    """Import a module. Ctrl-C meanwhile ends the process at once: an exception within an import may get lost."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        del number, frame
+        log("interrupted")
+        os._exit(EXIT_INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.default_int_handler:  # not under nohup or in the background
+        signal.signal(signal.SIGINT, leave)
+    module = import_module(name)
+    signal.signal(signal.SIGINT, before)
+    return module
+
+
 def run_command(main: Callable[[], None]) -> NoReturn:
     """Run a command's main and exit with the code of its outcome."""
     try:
         main()
     except UserError as error:
         if is_first_of_host():  # all processes of a host find the same mistake
-            log(f"error: {error}")
+            last_words(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
+    except OnlyChecked as note:
+        if is_first_of_host():
+            log(str(note))
     except Stopped as reason:
         if os.environ.get("RANK", "0") == "0":
             log(str(reason))
@@ -109,12 +137,22 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         log("interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except Diverged as error:
-        log(f"error: {error}")
+        last_words(f"error: {error}")
         sys.exit(EXIT_DIVERGED)
     except (OSError, RunFailed) as error:
-        log(f"error: {error}")
+        last_words(f"error: {error}")
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_DONE)
+
+
+def last_words(line: str) -> None:
+    """Log the error with which this process ends, and leave it where the launch that started it can repeat it: most
+    launchers write lines of their own after it."""
+    log(line)
+    folder = os.environ.get(LAST_WORDS)
+    with suppress(OSError):  # on other hosts there is no such folder
+        if folder:
+            (Path(folder) / str(os.getpid())).write_text(line, encoding="utf-8")
 
 
 def log(line: str) -> None:

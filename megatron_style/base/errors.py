@@ -31,6 +31,10 @@ class Stopped(Exception):
     """The run was asked to stop, and has saved its state. The same command resumes it."""
 
 
+class OnlyChecked(Exception):
+    """The run was to be checked, not trained. It has written nothing."""
+
+
 class RunFailed(RuntimeError):
     """The run cannot continue, and no input is to blame. The message says why and what is saved."""
 

@@ -35,8 +35,21 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def launches(self) -> Path:
+        return self.path / "launches.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def tensorboard_by_tokens(self) -> Path:
+        return self.path / "tensorboard_by_tokens"
+
+    @property
+    def profile(self) -> Path:
+        """Return the folder of `train --profile`."""
+        return self.path / "profile"
 
     @property
     def checkpoints(self) -> Path:

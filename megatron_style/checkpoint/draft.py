@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron_style.base.disk import room_at
 from megatron_style.base.errors import RunFailed
 from megatron_style.base.files import sync
 from megatron_style.checkpoint.folder import CheckpointFolder
@@ -35,13 +36,19 @@ class Draft:
     topology: Topology
 
     def complete(self, folder: CheckpointFolder, group: dist.ProcessGroup | None) -> None:
-        """Write, prove and publish the checkpoint. All ranks call it, and it succeeds or fails on all of them. In
-        another thread than the training, it needs a process group of its own."""
+        """Write, prove and publish the checkpoint. All ranks call it, and it succeeds or fails on all of them; then
+        nothing of it stays on the disk. In another thread than the training, it needs a process group of its own."""
+        try:
+            self._complete(folder, group)
+        except (OSError, RunFailed):  # all ranks have got here, so none is writing
+            _on_all_ranks(folder.sweep if self.topology.is_first else _nothing, group)
+            raise
+
+    def _complete(self, folder: CheckpointFolder, group: dist.ProcessGroup | None) -> None:
         manifest = self._with_parts(_on_all_ranks(self._write, group))
         problems = _on_all_ranks(lambda: self._problem(manifest), group)
         problem = next((found for found in problems if found), None)
         if problem is not None:
-            _on_all_ranks(folder.sweep if self.topology.is_first else _nothing, group)
             raise RunFailed(
                 f"the checkpoint of step {manifest.step} would be wrong, so it was not kept: {problem}; "
                 f"{folder.what_stays()}: remove unusual settings from {manifest.run['deepspeed'] or 'the run file'}, "
@@ -87,6 +94,11 @@ class Draft:
         return problem or (gap(manifest) if self.topology.is_first else None)
 
 
+def make_folder(step: int, folder: CheckpointFolder, topology: Topology, group: dist.ProcessGroup | None) -> None:
+    """Make the folder of a draft. All ranks call it before any of them writes."""
+    _on_all_ranks((lambda: folder.begin(step)) if topology.is_first else _nothing, group)
+
+
 @contextmanager
 def explained(step: int, folder: CheckpointFolder) -> Iterator[None]:
     """Turn an error of the disk into one that says what to do."""
@@ -97,8 +109,8 @@ def explained(step: int, folder: CheckpointFolder) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # torch's writer raises no OSError on a full disk
         reason = str(error).split("\n")[0][:200]
         raise RunFailed(
-            f"the checkpoint of step {step} could not be written ({reason}); {folder.what_stays()}: free some disk "
-            f"space and start again"
+            f"the checkpoint of step {step} could not be written ({reason}); {folder.what_stays()}: "
+            f"{room_at(folder.path)}; free some and start again"
         ) from error
 
 

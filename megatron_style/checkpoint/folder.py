@@ -12,6 +12,7 @@ from megatron_style.config.run import OutputConfig
 
 _ASIDE = ".partial"
 _REMOVED = ".removed"
+_ABANDONED = ".abandoned"
 
 
 class CheckpointFolder:
@@ -48,7 +49,13 @@ class CheckpointFolder:
             _remove(folder)
         aside.rename(folder)
         self._point_to(folder.name)
-        self._prune(manifest.step, sound=manifest.sound)
+        self._prune(manifest)
+
+    def begin(self, step: int) -> None:
+        """Make the folder in which a checkpoint is written before it gets its name."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.sweep()
+        self.aside(step).mkdir()
 
     def sweep(self) -> None:
         """Remove what interrupted saves have left. Not to be called during a save, whose files it would remove."""
@@ -62,18 +69,35 @@ class CheckpointFolder:
             sync(new)
         sync(self.path)
 
-    def _prune(self, written: int, *, sound: int) -> None:
-        """Remove old checkpoints. The newest few are kept, every n-th for good, and the newest whose model is known to
-        be sound: the held-out loss was finite then or later. Damaged ones do not count, so the one just written is
-        always kept; they are removed when a newer one is complete."""
+    def abandon_after(self, step: int) -> list[str]:
+        """Set the checkpoints of later steps aside, under names that no run resumes from, and return these."""
+        names = []
+        for later in [found for found in self.steps() if found > step]:
+            folder = self.checkpoint(later)
+            aside = folder.with_name(folder.name + _ABANDONED)
+            if aside.exists():
+                shutil.rmtree(aside)
+            folder.rename(aside)
+            names.append(aside.name)
+        if names:
+            self._point_to(self.checkpoint(step).name)
+        return names
+
+    def _prune(self, manifest: Manifest) -> None:
+        """Remove old checkpoints. The newest few are kept, every n-th for good, the best one, and the newest whose
+        model is known to be sound: the held-out loss was finite then or later. Damaged ones do not count, so the one
+        just written is always kept; they are removed when a newer one is complete."""
+        written = manifest.step
         self.damaged.discard(written)
         for step in sorted(step for step in self.damaged & {*self.steps()} if step < written):
             _remove(self.checkpoint(step))
         forever = self._output.keep_every
         steps = [step for step in self.steps() if step not in self.damaged]
-        newest_sound = max((step for step in steps if step <= sound), default=None)
+        kept = {max((step for step in steps if step <= manifest.sound), default=None)}
+        if self._output.keep_best and manifest.best is not None:
+            kept.add(manifest.best.step)
         for step in steps[: -self._output.keep_last]:
-            if step != newest_sound and (forever is None or step % forever):
+            if step not in kept and (forever is None or step % forever):
                 _remove(self.checkpoint(step))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_style.base.errors import UserError
 from megatron_style.checkpoint.manifest import Manifest, tensor_rank_of
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.counters import Counters
+from megatron_style.engine.saving import Counters
 from megatron_style.model.shape import buffers
 from megatron_style.parallel.sharding import Fragment
 from megatron_style.parallel.topology import Axis

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -33,6 +33,14 @@ class Damaged(Exception):
         return one_line(super().__str__())
 
 
+class Best(NamedTuple):
+    """The lowest held-out loss so far. Losses of another text cannot be compared with it."""
+
+    step: int
+    loss: float
+    text_digest: str
+
+
 @dataclass(frozen=True)
 class Manifest:
     step: int
@@ -51,6 +59,7 @@ class Manifest:
     sound: int = 0  # the last step at which the held-out loss was finite
     losses: tuple[float, ...] = ()  # of the last steps, against which a spike is measured
     sources: Mapping[str, int] = field(default_factory=dict)  # of a blend, in its order: name -> tokens
+    best: Best | None = None  # at its step or earlier
 
     @property
     def optimizer(self) -> str:
@@ -116,6 +125,7 @@ def _name_in(latest: Path) -> str:
 
 def _manifest_of(data: dict[str, Any]) -> Manifest:
     data["history"] = tuple((int(step), int(tokens)) for step, tokens in data["history"])
+    data["best"] = Best(*data["best"]) if data.get("best") else None
     data["losses"] = tuple(float(loss) for loss in data.get("losses", ()))
     data["parameters"] = {name: Layout(tuple(shape), dim) for name, (shape, dim) in data["parameters"].items()}
     data["files"] = {str(name): (int(size), str(digest)) for name, (size, digest) in data["files"].items()}
@@ -143,6 +153,8 @@ def _check_kinds(manifest: Manifest) -> None:
         raise ValueError("a count is not one")
     if not all(map(math.isfinite, manifest.losses)):
         raise ValueError("a loss is not finite")
+    if manifest.best is not None and not _is_best(manifest.best):
+        raise ValueError("its best step is not one")
     if not manifest.vocab_size or not manifest.corpus_tokens:
         raise ValueError("it has no text")
     if not all(_is_count(tokens) for tokens in manifest.source_tokens):
@@ -162,6 +174,10 @@ def _check_kinds(manifest: Manifest) -> None:
             raise ValueError(f"a fragment of {fragment.param} is not one")
     if problem := gap(manifest):
         raise ValueError(problem)
+
+
+def _is_best(best: Best) -> bool:
+    return _is_count(best.step) and type(best.loss) is float and math.isfinite(best.loss) and type(best[2]) is str
 
 
 def _check_history(history: tuple[tuple[int, int], ...]) -> None:

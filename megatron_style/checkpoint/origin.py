@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_style.base.errors import UserError
+from megatron_style.checkpoint.manifest import Best
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.memory import Memory
 from megatron_style.schedule.stages import StageSchedule
@@ -22,6 +23,19 @@ class Progress:
     caches: tuple[Memory, ...] = ()
     sound: int = 0  # the last step at which the held-out loss was finite
     losses: tuple[float, ...] = ()  # of the last steps, if the run looks for spikes
+    best: Best | None = None  # of the main held-out text
+
+    def evaluated(self, loss: float, text_digest: str) -> Progress:
+        """Return the progress after an evaluation of the main held-out text."""
+        best = self.best
+        if best is None or best.text_digest != text_digest or loss < best.loss:
+            best = Best(self.step, loss, text_digest)
+        return replace(self, sound=self.step, best=best)
+
+    @property
+    def is_best(self) -> bool:
+        """True if this step has been evaluated, and no earlier one had a held-out loss as low."""
+        return self.best is not None and self.best.step == self.step
 
 
 @dataclass(frozen=True)

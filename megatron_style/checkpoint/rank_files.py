@@ -61,22 +61,25 @@ class RankFiles:
         buffer = self._buffers.setdefault(name, HostBuffer())
         buffer.clear()
         yield cast(IO[bytes], buffer)
-        self._later.append(partial(buffer.write_to, self.folder / name))
+        self.do(partial(buffer.write_to, self.folder / name))
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         """Write tensors that nothing else will change, so that those on the host need no copy."""
         self.names.append(name)
         on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
-        write = partial(save_file, on_host, self.folder / name, metadata=metadata)
+        self.do(partial(save_file, on_host, self.folder / name, metadata=metadata))
+
+    def do(self, task: Callable[[], None]) -> None:
+        """Do something that may wait for the disk: at once, or when `write` is called."""
         if self._buffers is None:
-            write()
+            task()
         else:
-            self._later.append(write)
+            self._later.append(task)
 
     def write(self) -> None:
         """Write what is in memory only."""
-        for write in self._later:
-            write()
+        for task in self._later:
+            task()
         self._later.clear()
 
 

@@ -9,7 +9,8 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.checkpoint.manifest import Manifest, open_checkpoint
 from megatron_style.checkpoint.store import CheckpointStore
-from megatron_style.config.run import RunConfig, save_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import save_run
 from megatron_style.data.corpus import tokenizer_of_run
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.local_ranks import run_ranks

@@ -23,7 +23,7 @@ from megatron_style.base.errors import Diverged, RunFailed, UserError
 from megatron_style.base.events import SaveEvent
 from megatron_style.base.run_folder import checkpoint_name
 from megatron_style.checkpoint.caches import read_caches, write_caches
-from megatron_style.checkpoint.draft import Draft, explained
+from megatron_style.checkpoint.draft import Draft, explained, make_folder
 from megatron_style.checkpoint.folder import CheckpointFolder
 from megatron_style.checkpoint.logical import BUFFERS, LogicalReader, file_of
 from megatron_style.checkpoint.manifest import Damaged, Manifest, check_file, optimizer_name, read_manifest
@@ -56,23 +56,43 @@ class CheckpointStore:
         timeout = timedelta(days=7)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if run.output.save_async else None
 
-    def newest(self) -> Origin | None:
-        """Return the newest complete checkpoint, agreed on by all ranks; damaged ones are logged and skipped."""
+    def origin(self, wanted: int | None = None) -> Origin | None:
+        """Return the newest complete checkpoint, or the one of the wanted step, agreed on by all ranks; damaged ones
+        are logged and skipped."""
         steps = sorted(self._steps(), reverse=True)
+        if wanted is not None:
+            steps = self._only(wanted, steps)
         for step in steps:
             folder = self._folder.checkpoint(step)
             problem = self._problem_with(folder)
             if problem is None:
                 manifest = read_manifest(folder)
-                return Origin(self._history(manifest), partial(self.restore, folder, manifest))
+                load = self.restore if wanted is None else self._go_back
+                return Origin(self._history(manifest), partial(load, folder, manifest))
             self._folder.damaged.add(step)
             if self._topology.is_first:
                 log(f"warning: {folder} is passed over: {problem}")
+        if wanted is not None:
+            raise UserError(f"--resume-from {wanted}: {folder} is not complete; choose another step")
         if steps:
             raise UserError(
                 f"{self._folder.path}: none of its checkpoints is complete; remove them to restart at step 0"
             )
         return None
+
+    def _only(self, wanted: int, steps: list[int]) -> list[int]:
+        if wanted not in steps:
+            there = f"there are {', '.join(map(str, sorted(steps)))}" if steps else "there are none"
+            raise UserError(f"--resume-from {wanted}: {self._folder.path} has no checkpoint of this step; {there}")
+        return [wanted]
+
+    def _go_back(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
+        """Restore an older checkpoint, and set the later ones aside: the next start resumes from it, too."""
+        progress = self.restore(folder, manifest, engine, schedule)
+        if self._topology.is_first and (later := self._folder.abandon_after(manifest.step)):
+            log(f"set aside, to be removed when they are not needed: {', '.join(later)} in {self._folder.path}")
+        dist.barrier()
+        return progress
 
     def _history(self, manifest: Manifest) -> tuple[tuple[int, int], ...]:
         """Return the history of the earlier grids, with a new entry if an update has another size now."""
@@ -80,7 +100,11 @@ class CheckpointStore:
         if manifest.history[-1][1] == tokens:
             return manifest.history
         if self._topology.is_first:
-            log(f"from step {manifest.step} on an update has {tokens} tokens, not {manifest.history[-1][1]}: new lanes")
+            before = manifest.history[-1][1]
+            log(
+                f"from step {manifest.step} on an update has {tokens} tokens, not {before}, so new lanes are cut; "
+                f"--set data.tokens_per_update={before} keeps it"
+            )
         return (*(entry for entry in manifest.history if entry[0] < manifest.step), (manifest.step, tokens))
 
     def restore(self, folder: Path, manifest: Manifest, engine: TrainingEngine, schedule: StageSchedule) -> Progress:
@@ -103,7 +127,7 @@ class CheckpointStore:
         engine.resume(reader.counters())
         self._log_changes(manifest, before)
         caches = read_caches(folder, manifest, engine, schedule, self._topology)
-        return Progress(manifest.step, caches, manifest.sound, manifest.losses)
+        return Progress(manifest.step, caches, manifest.sound, manifest.losses, manifest.best)
 
     def _log_changes(self, manifest: Manifest, before: RunConfig) -> None:
         """Log which settings have changed since the checkpoint: this is allowed, but should not go unnoticed."""
@@ -173,26 +197,27 @@ class CheckpointStore:
 
     def _complete(self, draft: Draft, begin: float) -> float:
         """Complete a checkpoint, and return the seconds since its beginning. May run in another thread."""
-        with explained(draft.manifest.step, self._folder):
+        step = draft.manifest.step
+        with explained(step, self._folder):
+            if self._run.output.save_async:
+                make_folder(step, self._folder, self._topology, self._group)
             draft.complete(self._folder, self._group)
         return time.monotonic() - begin
 
     def _draft(self, engine: TrainingEngine, progress: Progress, schedule: StageSchedule) -> Draft:
-        """Write all files of this rank, or copy their content to host memory."""
-        aside = self._folder.aside(progress.step)
-        if self._topology.is_first:
-            self._folder.path.mkdir(parents=True, exist_ok=True)
-            self._folder.sweep()
-        dist.barrier()
-        files = RankFiles(aside, self._buffers if self._run.output.save_async else None)
-        engine.save(aside.parent, aside.name, files.open)
+        """Write all files of this rank, or copy their content to host memory: then nothing waits for the disk."""
+        save_async = self._run.output.save_async
+        if not save_async:
+            make_folder(progress.step, self._folder, self._topology, self._group)
+        files = RankFiles(self._folder.aside(progress.step), self._buffers if save_async else None)
+        engine.save(files)
         if self._run.output.save_caches:
             write_caches(files, progress.caches, self._topology)
         if self._topology.data.rank == 0:
             self._write_buffers(files, engine)
         manifest = self._manifest(engine, progress, schedule)
         fragments = engine.fragments()
-        briefly = self._proven and self._run.output.save_async  # the map of a run does not change
+        briefly = self._proven and save_async  # the map of a run does not change
         names = compared(manifest.parameters, progress.step, ways=self._topology.tensor.size, briefly=briefly)
         fingerprints = take_fingerprints(engine, fragments, names)
         return Draft(manifest, files, fragments, fingerprints, self._topology)
@@ -222,6 +247,7 @@ class CheckpointStore:
             files={},
             sound=progress.sound,
             losses=progress.losses,
+            best=progress.best,
             sources=schedule.sources.tokens_by_name if self._run.data.is_blend else {},
         )
 

@@ -14,6 +14,7 @@ OptimizerKind = Literal["nag", "adamw"]
 DEFAULT_OPTIMIZER: OptimizerKind = "nag"
 Assignment = Literal["nearest", "balanced"]  # of tokens to the clusters of a routing model
 EvaluationMode = Literal["nonoverlapping", "sliding", "cached", "token-by-token"]
+_FIRST_BAND = 0.075  # of the vocabulary
 
 
 class VocabularyConfig(Section):
@@ -24,15 +25,13 @@ class VocabularyConfig(Section):
     at all, which needs bands of equal width."""
 
     kind: Literal["adaptive", "tied", "untied"] = "adaptive"  # of token vectors and logits
-    cutoffs: tuple[PositiveInt, ...] = ()  # first token id of each band after the first; adaptive needs them
+    cutoffs: tuple[PositiveInt, ...] = ()  # first token id of each band after the first; default: from the vocabulary
     factor: PositiveInt = 4  # by which each band is narrower than the one before
     biases: bool = False  # one per logit
     projections: Literal["input", "both", "none"] = "input"  # sides on which the first band has a projection
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.kind == "adaptive" and not self.cutoffs:
-            raise ValueError("kind adaptive needs cutoffs, such as [20000, 60000]")
         if self.kind != "adaptive" and self.cutoffs:
             raise ValueError(f"cutoffs {list(self.cutoffs)} belong to kind adaptive, not {self.kind}; remove them")
         if list(self.cutoffs) != sorted(set(self.cutoffs)):
@@ -179,14 +178,33 @@ class ModelConfig(Section):
             f"so that its loss has seen the future; use nearest"
         )
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse cutoffs beyond the vocabulary. Its size is the corpus's, so the file alone is not enough to check."""
-        cutoffs = self.vocabulary.cutoffs
+    def with_vocabulary(self, vocab_size: int) -> Self:
+        """Return the model for a vocabulary of this size, which is the corpus's: cutoffs that are not set get their
+        values, and cutoffs beyond the vocabulary are refused."""
+        vocabulary = self.vocabulary
+        cutoffs = vocabulary.cutoffs
         if cutoffs and cutoffs[-1] >= vocab_size:
             raise UserError(
                 f"model.vocabulary.cutoffs: {list(cutoffs)} must stay below the corpus's vocabulary of {vocab_size}; "
-                f"a last cutoff below {vocab_size} would be right"
+                f"leave them out to derive them from it, or choose a last cutoff below {vocab_size}"
             )
+        if cutoffs or vocabulary.kind != "adaptive":
+            return self
+        derived = derived_cutoffs(vocab_size, self.hidden_size, vocabulary.factor)
+        if not derived:
+            raise UserError(
+                f"model.vocabulary.kind is adaptive, but neither a vocabulary of {vocab_size} nor a hidden_size of "
+                f"{self.hidden_size} can be divided into bands; use kind tied"
+            )
+        return self.model_copy(update={"vocabulary": vocabulary.model_copy(update={"cutoffs": derived})})
+
+
+def derived_cutoffs(vocab_size: int, hidden_size: int, factor: int) -> tuple[int, ...]:
+    """Return cutoffs at the shares of the vocabulary that the paper's have (20,000 and 60,000 of 267,744), as multiples
+    of 8, with at most as many bands as the width allows."""
+    first = max(8, 8 * round(vocab_size * _FIRST_BAND / 8))
+    wide_enough = [cutoff for band, cutoff in ((1, first), (2, 3 * first)) if hidden_size >= factor**band]
+    return tuple(cutoff for cutoff in wide_enough if cutoff < vocab_size)
 
 
 class TrainingState(Section):
@@ -215,6 +233,8 @@ class ModelFolderConfig(Section):
     def _consistent(self) -> Self:
         self.model.check_segment(self.segment_length, "segment_length")
         cutoffs = self.model.vocabulary.cutoffs
+        if self.model.vocabulary.kind == "adaptive" and not cutoffs:
+            raise ValueError("model.vocabulary.kind is adaptive, which needs cutoffs, such as [20000, 60000]")
         if max(self.eos, *cutoffs, 0) >= self.vocab_size:
             raise ValueError(
                 f"vocab_size is {self.vocab_size}; it must be above eos ({self.eos}) and the cutoffs ({list(cutoffs)})"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -19,102 +18,18 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_style.base.errors import UserError
+from megatron_style.config.data import DataConfig, Tokens
 from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
 from megatron_style.config.section import Section
-from megatron_style.config.yaml_file import override, read_yaml, write_yaml, yaml_text
 
 Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
-Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
+StepsOrTime = Annotated[
+    Annotated[PositiveInt, Tag("(steps)")] | Annotated[Duration, Tag("(time)")],
+    Discriminator(lambda value: "(time)" if isinstance(value, str) else "(steps)"),
+]
 CachePlace = Literal["device", "host"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Weight = Annotated[float, Field(gt=0, le=1e15)]
-NAME = r"[\w.+-]+"  # a part of TensorBoard's tags
-Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=64)]
-
-
-class SourceConfig(Section):
-    """One source of a blend, with either `weight` or `epochs`, which are a weight in proportion to the size of the
-    store."""
-
-    path: Path  # of a store
-    name: Name | None = None  # default: that of the file, or of its folder if the file is called train
-    weight: Weight | None = None  # share of the rows of a batch, relative to the other sources
-    epochs: Weight | None = None  # instead of weight: epochs of this source, relative to those of the others
-
-    @property
-    def label(self) -> str:
-        if self.name is not None:
-            return self.name
-        prefix = self.prefix
-        return prefix.parent.name or prefix.name if prefix.name == "train" else prefix.name
-
-    @property
-    def prefix(self) -> Path:
-        """Return the path without the suffix of one of the two files of the store."""
-        return self.path.with_suffix("") if self.path.suffix in (".bin", ".idx") else self.path
-
-    @model_validator(mode="after")
-    def _one_extent(self) -> Self:
-        if (self.weight is None) == (self.epochs is None):
-            found = "neither" if self.weight is None else "both"
-            raise ValueError(f"needs either weight or epochs; it has {found}")
-        if re.fullmatch(NAME, self.label) is None:
-            raise ValueError(f"{self.label!r} of its path cannot be the name of a source; set name, such as books")
-        return self
-
-
-Sources = Annotated[tuple[SourceConfig, ...], Field(min_length=1)]
-TrainText = Annotated[
-    Annotated[Path, Tag("(path)")] | Annotated[Sources, Tag("(list)")],
-    Discriminator(lambda value: "(list)" if isinstance(value, list | tuple) else "(path)"),
-]
-HeldOutText = Annotated[
-    Annotated[Path, Tag("(path)")] | Annotated[dict[Name, Path], Field(min_length=1), Tag("(mapping)")],
-    Discriminator(lambda value: "(mapping)" if isinstance(value, dict) else "(path)"),
-]
-
-
-class DataConfig(Section):
-    """Token stores by prefix (`data/sotu/train` names train.bin and train.idx)."""
-
-    train: TrainText  # what the run learns from: a store, or a blend of several
-    valid: HeldOutText  # held-out text, which the run is evaluated on: a store, or several by name, the main one first
-    vocab_size: PositiveInt | None = None  # only for stores without a dictionary
-    tokens_per_batch: Tokens = 9216  # per data-parallel rank and step
-    shuffle: bool | None = None  # segments in random order; default: only without a cache, which needs text order
-    reset_at_documents: bool = False  # true: tokens do not see other documents, in the segment or in the cache
-
-    @property
-    def sources(self) -> tuple[SourceConfig, ...]:
-        """Return the sources of the training text; a path is the only one."""
-        return (
-            (SourceConfig(path=self.train, name="train", weight=1.0),) if isinstance(self.train, Path) else self.train
-        )
-
-    @property
-    def held_out(self) -> Mapping[str, Path]:
-        """Return the held-out stores by name, the main one first; a single path has the name ""."""
-        return {"": self.valid} if isinstance(self.valid, Path) else self.valid
-
-    @property
-    def prefixes(self) -> tuple[Path, ...]:
-        """Return all stores of the run."""
-        return (*(source.path for source in self.sources), *self.held_out.values())
-
-    @property
-    def is_blend(self) -> bool:
-        return len(self.sources) > 1
-
-    @model_validator(mode="after")
-    def _sources_agree(self) -> Self:
-        sources = self.sources
-        if len({source.weight is None for source in sources}) > 1:
-            raise ValueError("train: some sources have a weight, others epochs; give all of them the same")
-        for kind, values in (("name", [s.label for s in sources]), ("path", [str(s.prefix) for s in sources])):
-            if repeated := [value for value in values if values.count(value) > 1]:
-                remedy = "give each source a name of its own" if kind == "name" else "give it once, with the sum"
-                raise ValueError(f"train: duplicate {kind} '{repeated[0]}'; {remedy}")
-        return self
 
 
 class StageConfig(Section):
@@ -186,6 +101,7 @@ class ParallelConfig(Section):
     sequence: bool = False  # vectors between layers are split over these ranks, by position
     recompute: bool = False  # activations of each block in the backward pass, instead of keeping them
     cache: CachePlace = "device"  # where caches are between their uses; host: fetched one micro-batch ahead
+    meant_for: PositiveInt | None = None  # ranks: `plan` takes this number, and `train` says if there are others
     micro_tokens: Tokens | None = None  # the most tokens that a rank forwards at once; default: the full batch
 
 
@@ -195,8 +111,9 @@ class OutputConfig(Section):
     evaluate_every: PositiveInt | None = None  # steps; default: at the end of each stage
     evaluate_tokens: PositiveInt | None = None  # of the held-out text; default: all
     sample_tokens: NonNegativeInt = 40  # generated after the first held-out tokens; 0: none
-    save_every: PositiveInt | None = None  # steps; default: at the end of each stage
+    save_every: StepsOrTime | None = "30m"  # steps, or a time; null: only at the end of each stage, as always
     keep_last: PositiveInt = 2  # number of checkpoints to keep
+    keep_best: bool = True  # save when the held-out loss is the lowest so far, and keep that checkpoint
     keep_every: PositiveInt | None = None  # and those of every n-th step, for good
     save_async: bool = False  # true: copy to host memory, and write while training continues
     save_caches: bool = True  # false: smaller checkpoints, and a resumed run opens its lanes cold
@@ -204,8 +121,21 @@ class OutputConfig(Section):
     stop_after: Duration | None = None  # save and exit after this time, such as 90m or 11.5h
 
     @property
+    def save_steps(self) -> int | None:
+        return self.save_every if isinstance(self.save_every, int) else None
+
+    @property
+    def save_seconds(self) -> float | None:
+        return seconds_of(self.save_every) if isinstance(self.save_every, str) else None
+
+    @property
     def stop_seconds(self) -> float | None:
         return seconds_of(self.stop_after) if self.stop_after else None
+
+
+class WatchConfig(Section):
+    wandb: str | None = Field(None, min_length=1)  # project of Weights & Biases, through DeepSpeed's monitor
+    by_tokens: bool = False  # true: TensorBoard's points also against tokens, in tensorboard_by_tokens/
 
 
 def seconds_of(duration: str) -> float:
@@ -219,17 +149,22 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()  # its updates
     parallel: ParallelConfig = ParallelConfig()  # how a replica is split over ranks and micro-batches
     output: OutputConfig  # what is written, and how often
+    watch: WatchConfig = WatchConfig()  # where progress is shown, in addition to the console and TensorBoard
     deepspeed: Path | None = None  # a ds_config: ZeRO, precision, offload; default: ZeRO 0 in fp32
     start: Path | None = None  # a model, in any form, to begin with: weights, and step and optimizer if it has them
     seed: NonNegativeInt = 1  # of first weights, order of segments and dropout
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        tokens = self.data.tokens_per_batch
+        key, tokens = self.data.batch_key
         ways = self.parallel.tensor
         if problem := self.model.foresight:
             raise ValueError(problem)
         self._check_documents()
+        if self.parallel.meant_for and self.parallel.meant_for % ways:
+            raise ValueError(
+                f"parallel.meant_for ({self.parallel.meant_for}) must be a multiple of parallel.tensor ({ways})"
+            )
         for name, size in self.model.split_sizes.items():
             if size % ways:
                 raise ValueError(f"model.{name} ({size}) must be a multiple of parallel.tensor ({ways})")
@@ -254,7 +189,7 @@ class RunConfig(Section):
             if tokens % stage.segment_length:
                 below, above = nearest_divisors(tokens, stage.segment_length)
                 raise ValueError(
-                    f"stages.{index}.segment_length ({stage.segment_length}) must divide data.tokens_per_batch "
+                    f"stages.{index}.segment_length ({stage.segment_length}) must divide {key} "
                     f"({tokens}); the nearest lengths that do are {below} and {above}"
                 )
             if self.parallel.sequence and stage.segment_length % ways:
@@ -272,6 +207,28 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.document_end is {self.model.document_end}, but data.reset_at_documents is false; set it to true"
             )
+
+    def on_ranks(self, data_parallel: int) -> Self:
+        """Return the run on this number of data-parallel ranks: data.tokens_per_update, if it is set, is divided among
+        them."""
+        update = self.data.tokens_per_update
+        if update is None:
+            return self
+        longest = max(stage.segment_length for stage in self.stages)
+        if update % data_parallel or any(update // data_parallel % stage.segment_length for stage in self.stages):
+            fitting = divisors_of(update // math.lcm(*(stage.segment_length for stage in self.stages)))
+            near = sorted(sorted(fitting, key=lambda ranks: abs(ranks - data_parallel))[:2])
+            raise UserError(
+                f"data.tokens_per_update ({update}): its share on {data_parallel} data-parallel ranks is not a number "
+                f"of segments of every stage (up to {longest} tokens); the nearest numbers of ranks for which it is: "
+                f"{' and '.join(map(str, near))}"
+            )
+        data = self.data.model_copy(update={"tokens_per_batch": update // data_parallel})
+        return self.model_copy(update={"data": data})
+
+    def with_vocabulary(self, vocab_size: int) -> Self:
+        """Return the run for a vocabulary of this size."""
+        return self.model_copy(update={"model": self.model.with_vocabulary(vocab_size)})
 
     def with_document_end(self, token: int) -> Self:
         """Return the run with a model in which nothing before this token is seen after it."""
@@ -297,27 +254,3 @@ def nearest_divisors(number: int, wanted: int) -> tuple[int, int]:
     divisors = divisors_of(number)
     below = max((d for d in divisors if d < wanted), default=1)
     return below, min((d for d in divisors if d > wanted), default=number)
-
-
-def load_run(path: Path, settings: Sequence[str] = ()) -> RunConfig:
-    """Read RUN.yaml, apply `--set section.key=value`, check everything."""
-    data = read_yaml(path)
-    for setting in settings:
-        override(data, setting)
-    return RunConfig.parse(data, source=str(path))
-
-
-def save_run(run: RunConfig, path: Path) -> None:
-    """Write the resolved run file."""
-    write_yaml(run.as_data(), path)
-
-
-def run_text(run: RunConfig) -> str:
-    """Return the run file with all defaults."""
-    return yaml_text(run.as_data())
-
-
-def keep_older(path: Path, run: RunConfig, step: int) -> None:
-    """Keep the run file of the earlier steps as `run.until_step500.yaml`, if it differs."""
-    if path.exists() and read_yaml(path) != run.as_data():
-        path.replace(path.with_name(f"{path.stem}.until_step{step}{path.suffix}"))

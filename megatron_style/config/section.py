@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails
 
 from megatron_style.base.errors import UserError
 
-_FORMS = ("(path)", "(list)", "(mapping)")  # that a value may have; pydantic names them as if they were keys
+# The forms that a value may have; pydantic names them as if they were keys.
+_FORMS = ("(path)", "(list)", "(mapping)", "(steps)", "(time)")
 
 
 class Section(BaseModel):
@@ -29,7 +30,9 @@ class Section(BaseModel):
             # The JSON reader is strict about types, but accepts a list for a tuple.
             return cls.model_validate_json(text)
         except ValidationError as error:
-            raise UserError(f"{source}: {_explain(error.errors()[0], cls)}") from None
+            # An unknown key comes first: it is often the misspelt name of one that is missing.
+            first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+            raise UserError(f"{source}: {_explain(first, cls)}") from None
 
     def as_data(self) -> dict[str, Any]:
         data: dict[str, Any] = self.model_dump(mode="json")

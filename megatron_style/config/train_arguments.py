@@ -7,13 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_style.base.command import add_set_flag, command_parser
+from megatron_style.base.command import add_set_flag, command_parser, positive_int
 
 
 class TrainArguments(NamedTuple):
     run_file: Path
     settings: list[str]  # overrides of the run file
-    print_config: bool
+    print_config: bool = False
+    dry_run: bool = False
+    resume_from: int | None = None  # the step of a checkpoint; default: the newest
+    profile: int | None = None  # steps
+
+    @property
+    def only_checks(self) -> bool:
+        """True if nothing will be trained or written."""
+        return self.print_config or self.dry_run
+
+    @property
+    def trains_on(self) -> bool:
+        """True if the run is to continue wherever it is, so that there is nothing to do for a finished one."""
+        return not self.only_checks and self.resume_from is None
 
 
 def parse_train_arguments(words: Sequence[str] | None = None) -> TrainArguments:
@@ -28,9 +41,18 @@ def parse_train_arguments(words: Sequence[str] | None = None) -> TrainArguments:
     parser.add_argument(
         "--print-config", action="store_true", help="print the run file with all defaults and overrides, and exit"
     )
+    parser.add_argument("--dry-run", action="store_true", help="stop before the first step, after all checks")
+    parser.add_argument(
+        "--resume-from", type=positive_int, metavar="STEP",
+        help="resume from the checkpoint of this step, and set later ones aside; default: from the newest",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", type=positive_int, metavar="N",
+        help="profile N steps of the first rank, after two: a trace and, on GPUs, a memory snapshot, in profile/",
+    )  # fmt: skip
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     args = parser.parse_args(words)
-    return TrainArguments(args.run, settings_of(args), args.print_config)
+    return TrainArguments(args.run, settings_of(args), args.print_config, args.dry_run, args.resume_from, args.profile)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from megatron_style.base.errors import UserError
 from megatron_style.base.json_text import parse_json
 from megatron_style.base.run_folder import RunFolder
+from megatron_style.config.data import DataConfig
 from megatron_style.config.model import ModelConfig
-from megatron_style.config.run import DataConfig, RunConfig
+from megatron_style.config.run import RunConfig
 from megatron_style.data.index import BLOCK
 from megatron_style.data.store import TokenStore, open_store
 from megatron_style.data.tokenizer import BPE_FILE, DICTIONARY_FILE, EOS, TOKENIZER_FILES, Tokenizer, load_tokenizer
@@ -71,6 +72,12 @@ def open_corpus(data: DataConfig, *, check_ids: bool = True) -> Corpus:
         for store in (*train, *valid.values()):
             store.check_ids(vocab_size)
     return Corpus(train, valid, vocab_size, tokenizer, tokenizer.eos if tokenizer else EOS)
+
+
+def open_text(run: RunConfig, *, check_ids: bool = True) -> tuple[RunConfig, Corpus]:
+    """Open the corpus of a run, and return the run with what its text decides: cutoffs and the end of documents."""
+    corpus = open_corpus(run.data, check_ids=check_ids)
+    return separate_documents(run.with_vocabulary(corpus.vocab_size), corpus)
 
 
 def separate_documents(run: RunConfig, corpus: Corpus) -> tuple[RunConfig, Corpus]:

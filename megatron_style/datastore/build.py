@@ -25,7 +25,7 @@ from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import atomic_folder, put_in_place
 from megatron_style.base.units import FLOPS, size
 from megatron_style.config.datastore import DatastoreManifest, KeyDtype
-from megatron_style.config.model import EvaluationMode, ModelFolderConfig
+from megatron_style.config.model import ModelFolderConfig
 from megatron_style.datastore.store import KEYS, MANIFEST, VALUE, VALUES, key_dtype, open_datastore, read_manifest
 from megatron_style.inference.scoring.modes import MODES, make_protocol
 from megatron_style.inference.scoring.protocol import Protocol, Request
@@ -40,14 +40,10 @@ DONE = "done.bin"  # one byte per unit of the walk
 _BLOCK = 2**20  # tokens
 
 
-def walk_of(
-    request: Request, mode: EvaluationMode | None, config: ModelFolderConfig, *, tokens: int, where: str
-) -> Protocol:
+def walk_of(request: Request, config: ModelFolderConfig, *, tokens: int, where: str) -> Protocol:
     """Return the protocol of the walk. By default a cached one is cut into lanes, which ranks can share, and after each
     of which a build can resume; their number depends on the text alone."""
-    mode = mode or ("cached" if config.model.cache else "nonoverlapping")
-    request = replace(request, mode=mode)
-    if mode == "cached":
+    if request.mode == "cached":
         lanes = request.lanes or max(1, tokens // max(TOKENS_PER_LANE, request.segment_length or config.segment_length))
         request = replace(request, lanes=lanes, batch_rows=request.batch_rows or 1)
     return make_protocol(request, config, tokens=tokens, where=where)

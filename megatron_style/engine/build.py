@@ -17,6 +17,7 @@ from megatron_style.engine.ds_config import (
     speaks,
 )
 from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.extensions import announced_compilations
 from megatron_style.engine.optimizer import make_optimizer, parameter_groups
 from megatron_style.engine.zero_layout import initialise_partitioned
 from megatron_style.model.shortformer import Shortformer
@@ -37,6 +38,7 @@ _WRONG_SETTINGS = (
 )
 
 
+@announced_compilations()
 def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topology: Topology) -> TrainingEngine:
     user = read_ds_config(run.deepspeed)
     check_one_home(user, run)

@@ -57,7 +57,7 @@ def complete_ds_config(
     _check_precision(user, source)
     for stage in stages:
         _check_batch(user, stage, data_parallel, source)
-    completed = {key: value for key, value in user.items() if key not in _BATCH_KEYS}
+    completed = {key: value for key, value in user.items() if key not in _BATCH_KEYS} | _wandb(user, run)
     completed |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -69,6 +69,17 @@ def complete_ds_config(
     if user.get("bf16", {}).get("enabled"):
         completed["bf16"] = {"check_grad_overflow": True} | user["bf16"]
     return completed
+
+
+def _wandb(user: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    """Return the section of DeepSpeed's W&B monitor that `watch.wandb` of the run file stands for."""
+    if run.watch.wandb is None:
+        return {}
+    if "wandb" in user:
+        raise UserError(f"{run.deepspeed}: has wandb, and so has the run file (watch.wandb); remove one")
+    if find_spec("wandb") is None:
+        raise UserError("watch.wandb: needs the package wandb; `pip install wandb`, or remove the key")
+    return {"wandb": {"enabled": True, "project": run.watch.wandb, "group": run.output.path.resolve().name}}
 
 
 def speaks(user: dict[str, Any]) -> bool:

@@ -6,10 +6,10 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any, cast
+from io import StringIO
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_style.base.errors import Diverged
 from megatron_style.config.run import CachePlace
-from megatron_style.engine.counters import Counters
+from megatron_style.engine.saving import Counters, SavedFiles, save
 from megatron_style.engine.spikes import Spike
 from megatron_style.engine.zero_layout import (
     MpuView,
@@ -87,7 +87,7 @@ class TrainingEngine:
         self.skipped_in_a_row = 0
         self._tally: Tensor | None = None  # of this update's micro-batches so far
         # Without `speaks`, hide even its warning about an optimizer that it has not tested with ZeRO; we have.
-        with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr):
+        with _at_level("INFO" if speaks else "ERROR"), redirect_stdout(sys.stderr if speaks else StringIO()):
             self._engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=None if has_own else optimizer,
@@ -229,21 +229,9 @@ class TrainingEngine:
         if self._engine._config.comms_config.comms_logger_enabled:
             deepspeed.comm.log_summary()
 
-    def save(self, directory: Path, tag: str, open_file: Callable[[str], AbstractContextManager[IO[bytes]]]) -> None:
-        """Write DeepSpeed's checkpoint into files of these names, which may be in memory. All ranks call it."""
-
-        def save_into(state_dict: Any, path: str) -> None:
-            with open_file(Path(path).name) as file:
-                torch.save(state_dict, file)
-
-        had_checksums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)  # the manifest has better checksums, and these halve the speed
-        self._engine.checkpoint_engine.save = save_into
-        try:
-            self._engine.save_checkpoint(str(directory), tag=tag, save_latest=False)
-        finally:
-            del self._engine.checkpoint_engine.save  # uncovers the method of the class
-            torch.serialization.set_crc32_options(had_checksums)
+    def save(self, files: SavedFiles) -> None:
+        """Write DeepSpeed's checkpoint into these files, which may be in memory. All ranks call it."""
+        save(self._engine, files)
 
     def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Load weights and optimizer state of a checkpoint whose flat tensors are laid out like this engine's."""

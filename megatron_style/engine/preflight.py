@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 
-from megatron_style.base.errors import UserError
+from megatron_style.base.command import log
+from megatron_style.base.errors import OnlyChecked, UserError
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.caches import OnDevice
 from megatron_style.parallel.peak_memory import is_out_of_memory, peak_memory
@@ -30,6 +32,18 @@ def preflight(engine: TrainingEngine, stages: Sequence[Stage]) -> Iterator[tuple
                     raise
                 raise UserError(_advice(engine, stage, error)) from None
             yield stage, peak()
+
+
+def check_only(engine: TrainingEngine, stages: Sequence[Stage], *, is_first: bool) -> NoReturn:
+    """Do what comes before the first step, and leave."""
+    for stage, peak in preflight(engine, stages):
+        if is_first:
+            log(preflight_line(stage, peak))
+    raise OnlyChecked("dry run: all stages fit, and nothing was written; leave out --dry-run to train")
+
+
+def preflight_line(stage: Stage, peak: int) -> str:
+    return f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank"
 
 
 def rehearse(engine: TrainingEngine, stage: Stage) -> None:

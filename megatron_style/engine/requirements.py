@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_style.base.errors import UserError
 from megatron_style.base.findings import Finding
 from megatron_style.config.run import RunConfig
-from megatron_style.data.corpus import open_corpus, separate_documents
+from megatron_style.data.corpus import open_corpus, open_text
 from megatron_style.data.store import store_files
 from megatron_style.hosts.diagnosis import Demands, diagnose
 from megatron_style.hosts.hosts import Host
@@ -43,8 +43,7 @@ def check_run(run: RunConfig, world: int) -> int:
 
     check_world(world, run.parallel.tensor)
     data_parallel = world // run.parallel.tensor
-    run, corpus = separate_documents(run, open_corpus(run.data))
-    run.model.check_vocabulary(corpus.vocab_size)
+    run, corpus = open_text(run.on_ranks(data_parallel))
     schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=data_parallel)
     user = read_ds_config(run.deepspeed)
     check_one_home(user, run)
@@ -65,6 +64,7 @@ def bytes_of_checkpoint(run: RunConfig) -> int | None:
     """Return an estimate, or `None` without a readable corpus: the size depends on the vocabulary."""
     try:
         vocab_size = open_corpus(run.data, check_ids=False).vocab_size
+        model = run.model.with_vocabulary(vocab_size)
     except UserError:
         return None
-    return _BYTES_A_PARAMETER * count_parameters(run.model, vocab_size)
+    return _BYTES_A_PARAMETER * count_parameters(model, vocab_size)

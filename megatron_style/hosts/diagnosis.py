@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_style.base.cpu import describe_bf16
 from megatron_style.base.findings import Finding, Level
 from megatron_style.base.units import size
 from megatron_style.hosts.hosts import Host, Unanswered, ask_all
@@ -116,6 +117,8 @@ def judge_host(host: Host, facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("WARN", host.name, f"{slots} slots leave {count - slots} of {count} {kind}(s) idle")
     else:
         yield Finding("ok", host.name, f"{slots} slot(s) on {count} {kind}(s)")
+    if kind == "core":
+        yield Finding("ok", host.name, describe_bf16(facts["bf16"]))
     level = "WARN" if facts["memory"] < slots * _GIB else "ok"
     yield Finding(level, host.name, f"{size(facts['memory'])} of memory free for {slots} process(es)")
     if facts["missing"]:

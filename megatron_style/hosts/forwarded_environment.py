@@ -16,6 +16,7 @@ from megatron_style.base.errors import UserError
 LAUNCH = "MEGATRON_STYLE_LAUNCH"  # names the launch in the environment of each of its processes
 _NAMES = (
     "PATH",
+    "PYTHONPATH",
     "TORCH_EXTENSIONS_DIR",
     "DS_ACCELERATOR",
     "OMP_NUM_THREADS",

@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import megatron_style
+from megatron_style.base.cpu import bf16_instructions
 
 PACKAGE = Path(megatron_style.__file__).parent
 _MEGABYTE = 2**20
@@ -39,6 +40,7 @@ def facts(*, folder: str, files: list[str]) -> dict[str, object]:
             "code": _digest_of_code(),
         },
         "devices": _devices(),
+        "bf16": bf16_instructions(),
         "memory": _available_memory(),
         "disk": shutil.disk_usage(existing_part(Path(folder))).free,
         "address": _address(),

@@ -8,6 +8,8 @@ from dataclasses import fields
 import torch
 
 from megatron_style.base.command import positive_int
+from megatron_style.config.model import ModelConfig
+from megatron_style.inference.scoring.modes import own_mode
 from megatron_style.inference.scoring.protocol import TOKENS_AT_ONCE, Request
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -43,5 +45,7 @@ def add_protocol_flags(parser: argparse.ArgumentParser, *, lanes: str) -> None:
     add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks")
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    return Request(**{field.name: getattr(args, field.name) for field in fields(Request)})
+def request_of(args: argparse.Namespace, model: ModelConfig) -> Request:
+    """Return what the flags ask for; without --mode, the model's own."""
+    given = {field.name: getattr(args, field.name) for field in fields(Request)}
+    return Request(**given | {"mode": args.mode or own_mode(model)})

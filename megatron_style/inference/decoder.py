@@ -24,7 +24,7 @@ from megatron_style.config.model import Positions
 from megatron_style.model.attention import CompressiveRelativeAttention, RelativeAttention, attention_of
 from megatron_style.model.block import Block
 from megatron_style.model.documents import ages_of
-from megatron_style.model.kernels import causal_mask
+from megatron_style.model.kernels.attend import causal_mask
 from megatron_style.model.memory import UNLIMITED, Reach, memory_of
 from megatron_style.model.shape import units
 from megatron_style.model.shortformer import Shortformer

@@ -61,6 +61,7 @@ class Measurement:
             "clamp_distance": protocol.reach.clamp,
             "tokens": tokens,
             "words": words,
+            "unknown_share": self._unknown_share(tokenizer),
             "loss_nats": self.score.loss,
             "loss_bits": self.score.loss / math.log(2),
             "perplexity": self.score.perplexity,
@@ -72,6 +73,12 @@ class Measurement:
             "tokens_per_second": tokens / self.seconds,
             "peak_memory_mb": self.peak_bytes / 1e6,
         }
+
+    def _unknown_share(self, tokenizer: Tokenizer | None) -> float | None:
+        """Return the share of the tokens that stand for any unknown word: predicting one of them is easy."""
+        if tokenizer is None or tokenizer.unk is None:
+            return None if tokenizer is None else 0.0
+        return float(np.count_nonzero(np.asarray(self.tokens) == tokenizer.unk)) / len(self.tokens)
 
     def save_nll(self, path: Path) -> None:
         """Write the loss of each token, in stream order."""

@@ -6,16 +6,19 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from megatron_style.base.command import log, say
 from megatron_style.base.errors import UserError
 from megatron_style.data.text import check_text_file, read_lines
 from megatron_style.data.tokenizer import SPECIALS, TOKENIZER_FILES, UNK, Tokenizer
 
+_HELP = "An empty line continues further; /reset forgets the text so far, /help shows this, /quit or Ctrl-D leaves."
+
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     """Return the prompts of the command line, and those of a file with one on each line."""
-    prompts = [("--prompt", text) for text in texts]
+    prompts = [("standard input", _all_of_stdin()) if text == "-" else ("--prompt", text) for text in texts]
     if file:
         check_text_file(file)
         lines = read_lines(file)
@@ -27,6 +30,19 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
             raise UserError(f"{where} is empty; give it at least one word")
         check_text(text, where)
     return [text for _, text in prompts]
+
+
+def _all_of_stdin() -> str:
+    try:
+        return _stdin().read().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise UserError("standard input: is not UTF-8 text") from None
+
+
+def _stdin() -> TextIO:
+    if sys.stdin is None:
+        raise UserError("standard input: is closed; give --prompt TEXT or --prompts FILE")
+    return sys.stdin
 
 
 def check_tokenizer(tokenizer: Tokenizer | None, vocab_size: int, where: Path) -> Tokenizer:
@@ -66,9 +82,11 @@ def note_unknown_words(prompts: Iterable[str], tokenizer: Tokenizer) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield typed lines until Ctrl-D. On a terminal, Ctrl-C starts the line again."""
-    terminal = sys.stdin.isatty()
+    """Yield typed lines until Ctrl-D or /quit, and answer /help. On a terminal there is a greeting, and Ctrl-C starts
+    the line again."""
+    terminal = _stdin().isatty()
     if terminal:
+        log(f"The model continues each line that you type. {_HELP}")
         with suppress(ImportError):
             import readline  # noqa: F401  gives input() line editing and a history
     while True:
@@ -85,4 +103,9 @@ def typed_lines() -> Iterator[str]:
             say("\n")
             continue
         check_text(line, "standard input")
-        yield line
+        if line.strip() == "/quit":
+            return
+        if line.strip() == "/help":
+            log(_HELP)
+        else:
+            yield line

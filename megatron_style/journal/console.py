@@ -10,6 +10,8 @@ from megatron_style.base.command import log
 from megatron_style.base.events import TrainEvent
 from megatron_style.base.terminal import Terminal
 from megatron_style.base.units import with_prefix
+from megatron_style.config.run import RunConfig
+from megatron_style.parallel.topology import Topology
 
 _REDRAW_SECONDS = 0.2
 _GAUGE = 20  # characters
@@ -104,6 +106,32 @@ class Console:
         width = terminal.width
         bar = self._last.bar(step, width) if self._last else f"step {step}/{self._total_steps}"[: width - 1]
         terminal.draw(bar)
+
+
+def grid_lines(run: RunConfig, topology: Topology) -> list[str]:
+    """Say what an update is on this grid, and whether the run file is meant for another one."""
+    warning = _another_grid(run, topology)
+    return [update_line(topology, run.data.tokens_per_batch), *([warning] if warning else [])]
+
+
+def _another_grid(run: RunConfig, topology: Topology) -> str | None:
+    """Return a warning if the grid is not the one that the run file is meant for; None if it is."""
+    meant = run.parallel.meant_for
+    ranks = topology.data.size * topology.tensor.size
+    if meant is None or meant == ranks:
+        return None
+    warning = f"warning: parallel.meant_for is {meant} ranks, and there are {ranks}"
+    if run.data.tokens_per_update is not None:
+        return warning
+    tokens = run.data.tokens_per_batch * meant // run.parallel.tensor
+    return f"{warning}: an update would have {tokens:,} tokens; --set data.tokens_per_update={tokens} keeps them"
+
+
+def update_line(topology: Topology, tokens: int) -> str:
+    """Say how many tokens an update has, given those of a rank: runs are compared by all of them."""
+    ranks = topology.data.size
+    kind = "rank" if topology.tensor.size == 1 else "data-parallel rank"
+    return f"an update: {ranks} {kind}{'s' if ranks > 1 else ''} x {tokens:,} = {ranks * tokens:,} tokens"
 
 
 def _known(value: float | None) -> float:

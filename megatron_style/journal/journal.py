@@ -3,7 +3,6 @@ only help to sum the loss."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from types import TracebackType
@@ -22,16 +21,21 @@ from megatron_style.base.events import (
     TrainEvent,
     ValidEvent,
 )
+from megatron_style.base.launches import append_launch
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
-from megatron_style.config.run import RunConfig, keep_older, save_run
-from megatron_style.engine.ds_config import read_ds_config
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import keep_older, save_run
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
+from megatron_style.engine.preflight import preflight_line
 from megatron_style.inference.held_out import HeldOut
-from megatron_style.journal.console import Console, ProgressLine
+from megatron_style.journal.console import Console, ProgressLine, grid_lines
+from megatron_style.journal.farewell import farewell
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.journal.opening import launch_of, opening_of
+from megatron_style.journal.profile import open_profile
 from megatron_style.journal.stragglers import Spread, gather_times, spread_of
-from megatron_style.journal.tensorboard import TensorBoardWriter, code_block, scalars_of
+from megatron_style.journal.tensorboard import TensorBoardWriter, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
 from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.topology import Topology
@@ -62,6 +66,7 @@ class Journal:
         *,
         first_step: int,
         terminal: Terminal | None = None,
+        profile_steps: int | None = None,
     ) -> None:
         """Open the record. `terminal` shows a progress bar; without one, progress is logged."""
         self._schedule = schedule
@@ -70,6 +75,7 @@ class Journal:
         self._work = FlopCounter(run.model, engine.model.vocab_size, schedule)
         self._totals = Totals(schedule.tokens_before(first_step), self._work.before(first_step))
         self._all_flops = self._work.before(schedule.total_steps)
+        self._run = run
         self._skipped = 0
         self._stage_seconds = 0.0
         self._seconds_per_flop: float | None = None
@@ -77,6 +83,9 @@ class Journal:
         self._writes = topology.is_first
         if self._writes:
             self._open(run, first_step, terminal)
+        self._profile = open_profile(
+            run, engine.device, profile_steps, of=schedule.total_steps - first_step, writes=self._writes
+        )
         self._shown = self._totals  # as they were at the last line
         self._steps = 0  # since then
 
@@ -92,23 +101,21 @@ class Journal:
             self._skipped = last.skipped or 0
             self._stage_seconds = last.stage_seconds or 0.0
             self._totals = self._totals.plus(0, 0, last.seconds or 0.0)
-        ds_config = read_ds_config(run.deepspeed)
-        texts = {
-            "run/config": code_block(folder.run_file.read_text(encoding="utf-8"), "yaml"),
-            "run/ds_config": code_block(json.dumps(ds_config, indent=2), "json"),
-        }
-        ranks = {"data": self._topology.data.size, "tensor": self._topology.tensor.size}
-        settings = run.as_data() | {"ranks": ranks, "zero": self._engine.zero_stage}
-        self._board = TensorBoardWriter(folder.tensorboard, settings, texts, self._metrics)
+        launch = launch_of(run, self._schedule, self._engine, self._topology, first_step)
+        append_launch(folder.launches, launch)
+        opening = opening_of(run, self._schedule, launch)
+        self._board = TensorBoardWriter(folder, opening, self._metrics, by_tokens=run.watch.by_tokens)
         self._console = Console(self._schedule.total_steps, terminal)
         if first_step:
             self._say(f"resuming at step {first_step} of {self._schedule.total_steps}")
+        for line in grid_lines(run, self._topology):
+            self._say(line)
         if run.data.is_blend:
             for stage in self._schedule.stages_from(first_step):
                 self._say(f"stage {stage.index + 1}: {self._schedule.shares_of(stage)}")
 
     def preflight(self, stage: Stage, peak: int) -> None:
-        self._say(f"preflight: {stage}: peak memory {peak / 2**30:.2f} GiB on the first rank")
+        self._say(preflight_line(stage, peak))
 
     def stage_opens(self, plan: StepPlan) -> None:
         """Record the stage at its first step, so that a run resumed just before it records it once."""
@@ -157,18 +164,12 @@ class Journal:
         self._skipped += not update.applied
         self._stage_seconds += seconds
         self._steps += 1
+        self._profile.step()
         if show or not update.applied:
             figures = self._read(loss, update)
             if spike := update.spike:
-                self._record(
-                    SpikeEvent(
-                        step=plan.step + 1,
-                        tokens=self._totals.tokens,
-                        loss=spike.loss,
-                        median=spike.median,
-                        action=spike.action,
-                    )
-                )
+                self._record(SpikeEvent(step=plan.step + 1, tokens=self._totals.tokens, loss=spike.loss,
+                                        median=spike.median, action=spike.action))  # fmt: skip
             if self._writes:
                 self._show(plan, figures, update)
         elif self._writes:
@@ -206,6 +207,10 @@ class Journal:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
         text = f" of {name}" if name else ""
         self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
+
+    def finished(self, best_step: int | None) -> None:
+        if self._writes:
+            log(farewell(self._run, self._metrics, best_step))
 
     def _read(self, loss: LossShare, update: Update) -> _Figures:
         """Return the losses over all ranks, the gradient norm and the ranks' times, with one wait for the device."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_style.base.events import Event, TrainEvent, line_of, parse_event
+from megatron_style.base.events import Event, TrainEvent, ValidEvent, line_of, parse_event
 
 
 class MetricsFile:
@@ -43,6 +43,14 @@ class MetricsFile:
                 event = _event(line)
                 if event is not None:
                     yield event
+
+    def last_held_out(self) -> ValidEvent | None:
+        """Return the last evaluation of the main held-out text."""
+        for _, line in _lines_backwards(self._path):
+            event = _event(line)
+            if isinstance(event, ValidEvent) and event.is_main is not False:
+                return event
+        return None
 
     def close(self) -> None:
         self._file.close()

@@ -3,8 +3,9 @@ of earlier files.
 
 Before each checkpoint all events are flushed, and a mark records it. If the mark does not reach the checkpoint, all
 files are rewritten: nothing is duplicated, and nothing is missing that a killed run had not flushed. The x axis is the
-step in `tensorboard/` and the trained tokens in `tensorboard/by_tokens/`. The time of a point is the training time,
-over all resumptions.
+step; a second log folder has the same points against the trained tokens, if the run file asks for it. TensorBoard
+calls a run by its folder, so files are in one that has the run's name. The time of a point is the training time, over
+all resumptions.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event as FileEvent
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch.utils.tensorboard.summary import hparams, text
+from torch.utils.tensorboard.summary import text
 from torch.utils.tensorboard.writer import FileWriter
 
 from megatron_style.base.errors import harmless
@@ -38,15 +38,18 @@ from megatron_style.base.events import (
 )
 from megatron_style.base.files import write_atomic
 from megatron_style.base.json_text import parse_json
+from megatron_style.base.run_folder import RunFolder
+from megatron_style.journal.hparams import Setting, session_end, session_start
 from megatron_style.journal.metrics_file import MetricsFile
 
 _MARK = "complete.json"
 _FILES = "events.out.tfevents.*"
 
+# TensorBoard shows groups in the order of their names, so losses have the first one.
 _TAGS: Mapping[type[Event], Mapping[str, str]] = {
     TrainEvent: {
-        "loss": "train/loss",
-        "tokens": "train/tokens",
+        "loss": "loss/train",
+        "tokens": "progress/tokens",
         "grad_norm": "optimizer/grad_norm",
         "learning_rate": "optimizer/learning_rate",
         "skipped": "optimizer/skipped",
@@ -54,14 +57,13 @@ _TAGS: Mapping[type[Event], Mapping[str, str]] = {
         "stage_seconds": "stage/seconds",
         "tokens_per_second": "speed/tokens_per_second",
         "flops_per_second": "speed/flops_per_second",
-        "seconds": "speed/seconds",
-        "flops": "speed/flops",
-        "memory_bytes": "memory/peak_bytes",
+        "seconds": "progress/seconds",
+        "flops": "progress/flops",
         "slowest_rank": "ranks/slowest",
         "fastest_rank": "ranks/fastest",
     },
     SpikeEvent: {"loss": "spike/loss", "median": "spike/median"},
-    ValidEvent: {"loss": "valid/loss", "perplexity": "valid/perplexity"},
+    ValidEvent: {"loss": "loss/valid", "perplexity": "perplexity/valid"},
     SaveEvent: {"stall_seconds": "save/stall_seconds", "write_seconds": "save/write_seconds"},
     StageEvent: {},
     StageEndEvent: {},
@@ -69,42 +71,54 @@ _TAGS: Mapping[type[Event], Mapping[str, str]] = {
     UnknownEvent: {},
 }
 _SHAPE = ("segment_length", "cache_length", "rows", "micro_rows", "flops_per_token")  # of a stage, shown at every step
-_COMPARED = ("valid/loss", "valid/perplexity", "speed/tokens_per_second")  # next to the settings, in the HPARAMS tab
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What TensorBoard shows of a run apart from its record."""
+
+    name: str
+    settings: Mapping[str, Setting]  # compared between runs
+    layout: Summary  # of the custom-scalars tab
+    texts: Mapping[str, str]
 
 
 class TensorBoardWriter:
-    """The event files of a run, against steps and against tokens."""
+    """The event files of a run, against steps and, with `by_tokens`, also against tokens."""
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], texts: Mapping[str, str], recorded: MetricsFile
-    ) -> None:
-        """Open the files. `settings` are compared between runs, `texts` shown; `recorded` holds earlier launches."""
+    def __init__(self, folder: RunFolder, opening: Opening, recorded: MetricsFile, *, by_tokens: bool) -> None:
+        """Open the files, in folders of the run's name. `recorded` holds earlier launches."""
         last = recorded.last
-        self._folder = folder
+        self._mark_file = folder.tensorboard / _MARK
         self._seconds = last.seconds or 0.0 if last else 0.0
-        experiment, start, self._end = hparams(flat(settings), dict.fromkeys(_COMPARED))
-        mark = _read_mark(folder, digest=_digest(texts))
+        logs = (folder.tensorboard, folder.tensorboard_by_tokens)
+        folders = [log / opening.name for log in logs[: 1 + by_tokens]]
+        mark = _read_mark(self._mark_file, folders, digest=_digest(opening.texts))
         if mark is not None and last and last.tokens is not None and mark.step >= last.step:
             self._mark = mark
-            self._by_step = _writer(folder, purge_from=last.step + 1)
-            self._by_tokens = _writer(folder / "by_tokens", purge_from=last.tokens + 1)
+            self._writers = _writers(folders, purge_from=(last.step + 1, last.tokens + 1))
             return
-        self._mark = _Mark(0, time.time() - self._seconds, {}, _digest(texts))
-        self._by_step = _writer(_emptied(folder))
-        self._by_tokens = _writer(_emptied(folder / "by_tokens"))
-        for summary in (experiment, start):
+        for log in logs:
+            _remove_events(log)
+        self._mark = _Mark(0, time.time() - self._seconds, {}, _digest(opening.texts))
+        self._writers = _writers(folders)
+        for summary in (*session_start(opening.settings), opening.layout):
             self._by_step.add_summary(summary)
-        for tag, content in texts.items():
+        for tag, content in opening.texts.items():
             self._by_step.add_summary(text(tag, content), 0)
         for event in recorded.events():
             self.add(event)
 
+    @property
+    def _by_step(self) -> FileWriter:
+        return self._writers[0]
+
     def flush(self, step: int) -> None:
         """Flush everything up to a step to the files, and mark it as complete."""
-        self._by_step.flush()
-        self._by_tokens.flush()
+        for writer in self._writers:
+            writer.flush()
         self._mark = replace(self._mark, step=step)
-        write_atomic(self._folder / _MARK, json.dumps(asdict(self._mark)))
+        write_atomic(self._mark_file, json.dumps(asdict(self._mark)))
 
     def add(self, event: Event) -> None:
         if isinstance(event, StageEvent | TrainEvent | ValidEvent) and event.seconds is not None:
@@ -120,14 +134,15 @@ class TensorBoardWriter:
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()])
             self._by_step.add_summary(summary, event.step, when)
             if event.tokens is not None:
-                self._by_tokens.add_summary(summary, event.tokens, when)
+                for by_tokens in self._writers[1:]:
+                    by_tokens.add_summary(summary, event.tokens, when)
 
     def close(self, *, finished: bool) -> None:
         """Close the files. The session of a run that will be resumed is not marked as ended."""
         if finished:
-            self._by_step.add_summary(self._end)
-        self._by_step.close()
-        self._by_tokens.close()
+            self._by_step.add_summary(session_end())
+        for writer in self._writers:
+            writer.close()
 
 
 @dataclass(frozen=True)
@@ -140,13 +155,14 @@ class _Mark:
     digest: str  # of the texts
 
 
-def _read_mark(folder: Path, *, digest: str) -> _Mark | None:
+def _read_mark(file: Path, folders: Sequence[Path], *, digest: str) -> _Mark | None:
+    """Return the mark; None if there is none, or if the event files are not those that this launch would write."""
     try:
-        mark = _Mark(**parse_json((folder / _MARK).read_text(encoding="utf-8")))
+        mark = _Mark(**parse_json(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
     sound = type(mark.step) is int and type(mark.began) is float and type(mark.shape) is dict
-    exist = any(folder.glob(_FILES)) and any((folder / "by_tokens").glob(_FILES))
+    exist = all(any(folder.glob(_FILES)) for folder in folders)
     return mark if sound and exist and mark.digest == digest else None
 
 
@@ -154,10 +170,16 @@ def _digest(texts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _emptied(folder: Path) -> Path:
-    for old in folder.glob(_FILES):
+def _remove_events(folder: Path) -> None:
+    """Remove all event files, also those that were written under another name or by an older version."""
+    for old in list(folder.rglob(_FILES)):
         old.unlink()
-    return folder
+        if not any(old.parent.iterdir()) and old.parent != folder:
+            old.parent.rmdir()
+
+
+def _writers(folders: Sequence[Path], purge_from: Sequence[int] = (0, 0)) -> tuple[FileWriter, ...]:
+    return tuple(_writer(folder, purge_from=step) for folder, step in zip(folders, purge_from, strict=False))
 
 
 def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
@@ -178,10 +200,11 @@ def scalars_of(event: Event) -> dict[str, float]:
         return _scalars_of_text(event, event.name)
     found = _points(event, _TAGS[type(event)])
     if isinstance(event, TrainEvent):
-        found |= {f"train/auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
-        found |= {f"train/loss/{name}": loss for name, loss in (event.by_source or {}).items()}
+        found |= {f"loss_auxiliary/{name}": loss for name, loss in (event.auxiliary or {}).items()}
+        found |= {f"loss/train/{name}": loss for name, loss in (event.by_source or {}).items()}
         found |= {f"ranks/slowest_{phase}": seconds for phase, seconds in (event.slowest or {}).items()}
         found |= {f"ranks/fastest_{phase}": seconds for phase, seconds in (event.fastest or {}).items()}
+        found |= {} if event.memory_bytes is None else {"memory/peak_gib": event.memory_bytes / 2**30}
     if isinstance(event, ValidEvent):
         bands = enumerate(event.by_position or (), start=1)
         found |= {f"valid_by_position/{band:02d}": loss for band, loss in bands}
@@ -198,19 +221,6 @@ def _points(event: Event, tags: Mapping[str, str]) -> dict[str, float]:
     """Return the values of these fields by tag, without those that were not recorded."""
     values = {tag: getattr(event, key) for key, tag in tags.items()}
     return {tag: float(value) for tag, value in values.items() if value is not None}
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings with keys such as `model.layers` and `stages.0.steps`, without those that are not set."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list) and all(isinstance(item, Mapping) for item in value):
-            found |= flat({str(index): item for index, item in enumerate(value)}, f"{prefix}{key}.")
-        elif value is not None:
-            found[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
 
 
 def code_block(content: str, language: str) -> str:

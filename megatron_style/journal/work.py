@@ -20,6 +20,8 @@ _NAMES = {
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
     "NVIDIA H100 80GB HBM3": "h100-80gb",
     "NVIDIA H200": "h200-141gb",
+    "NVIDIA B200": "b200-180gb",
+    "AMD Instinct MI300X": "mi300x-192gb",
     "NVIDIA GeForce RTX 3090": "rtx-3090",
     "NVIDIA GeForce RTX 4090": "rtx-4090",
     "NVIDIA L40S": "l40s-48gb",

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig, Positions
 from megatron_style.model.compression import KeysValues, leaving, reconstruction_loss
-from megatron_style.model.kernels import attend, attend_masked, attend_with_distances, causal_mask, score_distances
+from megatron_style.model.kernels.attend import (
+    attend,
+    attend_masked,
+    attend_with_distances,
+    causal_mask,
+    score_distances,
+)
 from megatron_style.model.memory import UNLIMITED, Reach, Replaced
 from megatron_style.model.positions import SinusoidalPositions, distance_sinusoids, sinusoids
 from megatron_style.parallel.collectives import copy_to_shards

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
@@ -14,8 +13,9 @@ from megatron_style.model.compression import compression_of
 from megatron_style.model.memory import Compress, Recalled, Seen
 from megatron_style.model.routing import routing_attention
 from megatron_style.parallel.collectives import own_features
+from megatron_style.parallel.dropout import sharded_relu
 from megatron_style.parallel.layers import ColumnParallelLinear, ReplicatedLayerNorm, RowParallelLinear
-from megatron_style.parallel.randomness import Noise, sharded_dropout
+from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import uniform
 from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
@@ -59,7 +59,7 @@ class Block(nn.Module):
         tokens = stream.enter(normed)
         cached, replaced = recall(tokens.now, self.compression, stream)
         mixed = self.attention(tokens, cached, pos, noise, stream, replaced)
-        x = x + stream.dropout(mixed.x, self.rates.hidden, noise and noise.at("attention"))
+        x = stream.add(x, mixed.x, self.rates.hidden, noise and noise.at("attention"))
         compressed = None if replaced is None else own_features(replaced[1], self.axis)
         seen = Seen(own_features(tokens.now, self.axis), compressed)
         auxiliary = {} if mixed.loss is None else {"compression": self._loss_weight * mixed.loss}
@@ -68,6 +68,6 @@ class Block(nn.Module):
     def feed(self, x: Tensor, noise: Noise | None, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return the sublayer's output, and its feed-forward input, which is the key of a kNN-LM datastore."""
         fed = self.ffn_norm(x, stream) if self.norm_before else x
-        inner = sharded_dropout(F.relu(self.up(stream.enter(fed))), self.rates.activation, noise)
-        x = x + stream.dropout(self.down(inner, stream), self.rates.hidden, noise and noise.at("ffn"))
+        inner = sharded_relu(self.up(stream.enter(fed)), self.rates.activation, noise)
+        x = stream.add(x, self.down(inner, stream), self.rates.hidden, noise and noise.at("ffn"))
         return x if self.norm_before else self.ffn_norm(x, stream), fed

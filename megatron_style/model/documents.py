@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_style.model.kernels import causal_mask
+from megatron_style.model.kernels.attend import causal_mask
 
 
 def ages_of(ids_BT: Tensor, document_end: int, before_B: Tensor) -> Tensor:

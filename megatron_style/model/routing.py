@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_style.config.model import Assignment, ModelConfig
 from megatron_style.model.attention import Attention, Mixed, Places, Side
 from megatron_style.model.compression import KeysValues
-from megatron_style.model.kernels import attend_in_blocks
+from megatron_style.model.kernels.attend import attend_in_blocks
 from megatron_style.model.memory import Replaced
 from megatron_style.parallel.layers import ColumnParallelLinear, PartialSumLinear
 from megatron_style.parallel.randomness import Noise

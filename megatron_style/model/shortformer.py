@@ -23,7 +23,8 @@ from megatron_style.model.routing import CLUSTER_LOSS, RoutedAttention
 from megatron_style.model.shape import Unit, units
 from megatron_style.model.vocabulary import make_vocabulary
 from megatron_style.parallel.collectives import reduce_from_shards
-from megatron_style.parallel.randomness import Noise, replicated_dropout
+from megatron_style.parallel.dropout import replicated_dropout
+from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis
 

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.shape import BandShape, bands
 from megatron_style.parallel.collectives import copy_to_shards
+from megatron_style.parallel.dropout import replicated_dropout
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
-from megatron_style.parallel.randomness import Noise, replicated_dropout
+from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier, zeros
 from megatron_style.parallel.stream import Stream
 from megatron_style.parallel.topology import Axis

@@ -23,9 +23,11 @@ from pathlib import Path
 from megatron_style.base.command import log
 from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import write_atomic
+from megatron_style.base.launches import ROOT, commit
 from megatron_style.base.model_files import weight_files
 from megatron_style.base.run_folder import RunFolder
-from megatron_style.config.run import RunConfig, save_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import save_run
 from megatron_style.data.preparation.workers import usable_cpus
 from megatron_style.data.store import store_files
 from megatron_style.data.text import file_digest
@@ -37,7 +39,6 @@ from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.sharing import begins_like, checkpoint_for, take_over
 
 ORIGIN = "origin.json"
-_ROOT = Path(__file__).parents[2]  # the folder that has the package: a checkout, or site-packages
 _POLL_SECONDS = 0.1
 _EXIT_TIMEOUT_SECONDS = 60.0  # for a training to save before it is killed
 
@@ -103,7 +104,7 @@ def _ended_on_exit(running: Collection[subprocess.Popen[bytes]]) -> Iterator[Non
 def _start(job: Job, threads: int) -> subprocess.Popen[bytes]:
     for file in (job.log, job.output):
         file.parent.mkdir(parents=True, exist_ok=True)
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     with job.log.open("ab") as errors, job.output.open("wb") as results:
         return subprocess.Popen(job.command, stdin=subprocess.DEVNULL, stdout=results, stderr=errors, env=environment)
@@ -236,17 +237,6 @@ def _training_job(run: RunConfig, donors: Sequence[RunConfig], processes: int, o
 
     output = folder / "train.out"
     return Job(f"train {folder.name}", train_command(run, processes), folder / "train.log", output, before=begin)
-
-
-def commit() -> str | None:
-    """Return the commit of the code, marked if files have changed since; None if the code is not a checkout."""
-    if not (_ROOT / ".git").exists():  # a checkout around an installed package has other code
-        return None
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def evaluate_all(

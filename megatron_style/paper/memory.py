@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.config.shipped import shipped_file
 from megatron_style.paper.runs import Model
 from megatron_style.planning.estimate import USABLE

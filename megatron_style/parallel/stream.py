@@ -26,7 +26,8 @@ from megatron_style.parallel.collectives import (
     scatter_positions,
     sum_gradients,
 )
-from megatron_style.parallel.randomness import Noise, replicated_dropout
+from megatron_style.parallel.dropout import add_with_dropout, replicated_dropout
+from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.topology import Axis
 
 
@@ -105,9 +106,16 @@ class Stream:
 
     def dropout(self, x: Tensor, rate: float, noise: Noise | None) -> Tensor:
         """Drop the same elements on all ranks or, of a share, each rank its own."""
+        return replicated_dropout(x, rate, self._noise(noise))
+
+    def add(self, x: Tensor, update: Tensor, rate: float, noise: Noise | None) -> Tensor:
+        """Add the output of a sublayer to its input, after the same dropout."""
+        return add_with_dropout(x, update, rate, self._noise(noise))
+
+    def _noise(self, noise: Noise | None) -> Noise | None:
         if self.is_split and noise is not None:
-            noise = noise.at(f"tensor rank {self.axis.rank}")
-        return replicated_dropout(x, rate, noise)
+            return noise.at(f"tensor rank {self.axis.rank}")
+        return noise
 
     def _read(self, gathered: Tensor, gather: Callable[[], Tensor]) -> Read:
         return Read(gathered, Again(gather) if self.recalls else None)

@@ -11,7 +11,8 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.events import Event, StageEvent, TrainEvent, read_events
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.ds_file import read_ds_file
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.planning.hardware import Gpu
 from megatron_style.planning.setup import Setup, setup_of, sharding_of
 from megatron_style.planning.text import text_facts

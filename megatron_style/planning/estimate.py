@@ -16,12 +16,13 @@ from megatron_style.planning.memory import (
     estimate_states,
     largest_micro_rows,
 )
+from megatron_style.planning.saving import SavingEstimate
 from megatron_style.planning.setup import Setup, Sharding, setup_of
 from megatron_style.planning.text import TextFacts
 from megatron_style.planning.timing import Machine, StepTime, estimate_time, flops_of_token
 from megatron_style.planning.traffic import Traffic, estimate_traffic
 from megatron_style.schedule.blend import sources_of
-from megatron_style.schedule.stages import Stage, resolve_stage
+from megatron_style.schedule.stages import Stage, stages_of
 
 Number = TypeVar("Number", int, float)
 USABLE = 0.92  # of a GPU's memory: the driver, NCCL and gaps between tensors take the rest
@@ -98,6 +99,7 @@ class RunEstimate:
     zero_stages: tuple[StateBytes, ...]  # the states under ZeRO 0, 1, 2 and 3
     scaling: tuple[ScaleEstimate, ...]
     communication_dominates_from: int | None  # the smallest of the compared numbers of GPUs
+    saving: SavingEstimate
     blend: tuple[str, ...] = ()  # how each stage divides its rows among the sources, if there are several
 
 
@@ -106,15 +108,20 @@ def estimate_run(
 ) -> RunEstimate:
     """Return the estimate for the first number of GPUs; its `scaling` compares them all."""
     setup = setup_of(run, text, sharding, gpus=gpus[0])
-    stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
+    ranks = [run.on_ranks(count // run.parallel.tensor) for count in gpus]
+    run = ranks[0]
+    stages = stages_of(run)
     per_step = run.data.tokens_per_batch * setup.data
     extents = extents_of(run.stages, per_step, text.tokens)
     estimates = tuple(
         _estimate_stage(setup, stage, extent, machine, memory) for stage, extent in zip(stages, extents, strict=True)
     )
-    scaling = tuple(_estimate_scale(setup_of(run, text, sharding, gpus=count), stages, machine) for count in gpus)
+    scaling = tuple(
+        _estimate_scale(setup_of(run, text, sharding, gpus=count), stages_of(divided), machine)
+        for count, divided in zip(gpus, ranks, strict=True)
+    )
     return RunEstimate(
-        parameters=count_parameters(run.model, text.vocab_size),
+        parameters=count_parameters(setup.model, text.vocab_size),
         text=text,
         sharding=sharding,
         tensor=setup.tensor,
@@ -130,6 +137,7 @@ def estimate_run(
         zero_stages=tuple(estimate_states(_under_zero(setup, zero_stage)) for zero_stage in range(4)),
         scaling=scaling,
         communication_dominates_from=min((scale.gpus for scale in scaling if scale.dominates), default=None),
+        saving=SavingEstimate.of(setup, run.output, stages, max(stage.time.total for stage in estimates)),
         blend=tuple(_blends(run, text, stages, setup.data)),
     )
 

@@ -32,6 +32,8 @@ def summary(estimate: RunEstimate) -> dict[str, object]:
         "time": duration(totals.seconds),
         "time at the last length": duration(totals.seconds_at_last_length),
         "saved by stages": "unknown" if totals.saving is None else f"{totals.saving:.1%}",
+        "checkpoint": size(estimate.saving.checkpoint_bytes),
+        "a crash costs": _crash(estimate.saving.lost_seconds),
     } | {f"blend of stage {stage}": shares for stage, shares in enumerate(estimate.blend, start=1)}
 
 
@@ -41,6 +43,12 @@ def tables(estimate: RunEstimate) -> Iterator[Table]:
     yield _by_zero_stage(estimate)
     if len(estimate.scaling) > 1:
         yield _by_number_of_gpus(estimate)
+
+
+def _crash(lost_seconds: float | None) -> str:
+    if lost_seconds is None:
+        return "all steps since the beginning of the stage (output.save_every is null)"
+    return f"up to {duration(lost_seconds)} of work, half of it on average (output.save_every)"
 
 
 Cell = Callable[[StageEstimate], object]

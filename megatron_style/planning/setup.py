@@ -115,7 +115,7 @@ class Setup:
 def setup_of(run: RunConfig, text: TextFacts, sharding: Sharding, *, gpus: int) -> Setup:
     tensor = run.parallel.tensor
     return Setup(
-        model=run.model,
+        model=run.model.with_vocabulary(text.vocab_size),
         vocab_size=text.vocab_size,
         band_shares=text.band_shares,
         sharding=sharding,

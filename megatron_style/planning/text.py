@@ -44,12 +44,12 @@ def text_facts(run: RunConfig) -> TextFacts:
                 f"prepare the corpus, or give the number of token ids: --set data.vocab_size=50000"
             )
         vocab_size = tokenizer.vocab_size
-    run.model.check_vocabulary(vocab_size)
+    model = run.model.with_vocabulary(vocab_size)
     if not all(path.is_file() for prefix in prefixes for path in store_files(prefix)):
-        return TextFacts(vocab_size, None, zipf_shares(run.model, vocab_size))
+        return TextFacts(vocab_size, None, zipf_shares(model, vocab_size))
     stores = [open_store(prefix) for prefix in prefixes]
     tokens = tuple(len(store) for store in stores)
-    by_source = [measured_shares(store, run.model, vocab_size) for store in stores]
+    by_source = [measured_shares(store, model, vocab_size) for store in stores]
     shares = np.array(sources_of(run.data, tokens).shares) @ np.array(by_source)
     return TextFacts(vocab_size, sum(tokens), tuple(shares.tolist()), tokens)
 

@@ -31,7 +31,7 @@ from megatron_style.planning.text import TextFacts, text_facts, zipf_ids
 from megatron_style.rehearsal.live_bytes import LiveBytes
 from megatron_style.rehearsal.stand_ins import HostTensor, fake_rank
 from megatron_style.schedule.blend import sources_of
-from megatron_style.schedule.stages import Stage, StageSchedule, resolve_stage
+from megatron_style.schedule.stages import Stage, StageSchedule, stages_of
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SAVINGS: Mapping[str, Any] = {"sequence": True, "recompute": True, "cache": "host"}  # the cheapest first
@@ -69,8 +69,9 @@ def rehearse(run: RunConfig, *, ranks: int, rank: int, usable: float) -> Rehears
     """Run a step of each stage on one rank."""
     _check_grid(run, ranks, rank)
     text = text_facts(run)
+    run = run.on_ranks(ranks // run.parallel.tensor).with_vocabulary(text.vocab_size)
     setup = _planned_setup(run, text, ranks)
-    stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
+    stages = stages_of(run)
     ids = torch.from_numpy(_typical_ids(run, text)).as_subclass(HostTensor)
     done: list[StageRehearsal] = []
     doing = "engine"

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron_style.parallel.randomness import Noise
+from megatron_style.parallel.dropout import MaskSource
 from megatron_style.rehearsal.live_bytes import LiveBytes
 
 
@@ -85,8 +85,9 @@ def _flash_attention(
     return out
 
 
-def _dropout_with_byte_mask(x: Tensor, rate: float, noise: Noise | None) -> Tensor:
-    return torch.native_dropout(x, rate, True)[0] if noise is not None and rate else x
+def _drawn(source: MaskSource, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    del source
+    return torch.empty(shape, dtype=dtype)
 
 
 def _to_host(x: Tensor, *, pinned: bool) -> Tensor:
@@ -112,7 +113,9 @@ def _convert_in_place(module: nn.Module, convert: Callable[[Tensor], Tensor], re
 _REPLACED = {
     # The kernels of a GPU; those of a CPU keep other tensors for the backward pass.
     "megatron_style.model.attention.attend": _flash_attention,
-    "megatron_style.model.block.sharded_dropout": _dropout_with_byte_mask,
+    # Masks are fake as well, and a GPU applies each at once.
+    "megatron_style.parallel.dropout.MaskSource.draw": _drawn,
+    "megatron_style.parallel.dropout._CHUNK": 2**62,
     # A cache on the host has a shape only; the meter does not count it.
     "megatron_style.model.caches.to_host": _to_host,
     "megatron_style.model.caches.to_device": _to_device,

@@ -9,9 +9,9 @@ from functools import partial
 
 from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NUMBER, PERCENT, RATE, TIME, Quantity
 from megatron_style.reporting.bars import Bar, BarChart, Group
+from megatron_style.reporting.comparison import StageFigures, stage_figures, stage_spans
 from megatron_style.reporting.history import HeldOut, Place, RunHistory
 from megatron_style.reporting.scale import padded
-from megatron_style.reporting.stages import StageFigures, stage_figures, stage_spans
 from megatron_style.reporting.svg import Chart, ChartAxis, Line, Point, StageBand
 
 Values = Callable[[RunHistory], Sequence[tuple[Place, float | None]]]

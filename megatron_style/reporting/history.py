@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_style.base.errors import UserError
@@ -20,6 +20,7 @@ from megatron_style.base.events import (
 )
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.yaml_file import read_yaml
+from megatron_style.reporting.facts import Facts, read_facts, short_names
 
 _MOST_TRAINED = 20_000  # steps that are kept of a run: more than a page has pixels
 _LARGEST = 1e200  # what is larger counts as infinite, so that an axis can have room beyond it
@@ -112,6 +113,7 @@ class RunHistory:
     samples: tuple[Sample, ...]
     named: tuple[HeldOut, ...] = ()  # on all texts that have a name
     saves: tuple[Save, ...] = ()
+    facts: Facts = field(default_factory=Facts)
 
     @property
     def text_digest(self) -> str:
@@ -136,12 +138,10 @@ class RunHistory:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[RunHistory, ...]:
-    """Return the runs, each named after its folder, or by its path if two folders have the same name."""
-    names = [folder.resolve().name for folder in folders]
-    named = {
-        name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
-    }
-    return tuple(read_run(name, folder) for name, folder in named.items())
+    """Return the runs, each named after its folder. A folder that is given twice is one run."""
+    distinct = {folder.resolve(): folder for folder in folders}
+    names = short_names(list(distinct))
+    return tuple(read_run(name, folder) for name, folder in zip(names, distinct.values(), strict=True))
 
 
 def read_run(name: str, folder: Path) -> RunHistory:
@@ -172,16 +172,19 @@ def read_run(name: str, folder: Path) -> RunHistory:
             case SaveEvent():
                 saves.append(Save(_finite(event.stall_seconds) or 0.0, _finite(event.write_seconds) or 0.0))
     trained.end_stage()
+    settings = tuple(_flat(read_yaml(run_file)))
+    last_step = trained.kept[-1].at.step if trained.kept else 0
     return RunHistory(
         name,
         run_file.read_text(encoding="utf-8"),
-        tuple(_flat(read_yaml(run_file))),
+        settings,
         stages=tuple(stages),
         trained=tuple(trained.kept),
         held_out=tuple(held_out),
         samples=tuple(samples),
         named=tuple(named),
         saves=tuple(saves),
+        facts=read_facts(folder, dict(settings), last_step=last_step),
     )
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable
 from typing import NewType
 
 Markup = NewType("Markup", str)
 
-_EMPTY = frozenset({"input", "meta", "br"})
+_EMPTY = frozenset({"input", "meta", "br", "wbr"})
 
 
 def text(words: object) -> Markup:
     return Markup(html.escape(str(words)))
+
+
+def breakable(words: str) -> Markup:
+    """Return text that may also break after the signs that join the words of a name."""
+    return Markup(re.sub(r"([_/.-])(?=\w)", r"\1<wbr>", html.escape(words)))
 
 
 def tag(name: str, /, *inside: Markup, **attributes: str | float | bool) -> Markup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -12,14 +13,14 @@ from megatron_style.base.run_folder import RUN_FILE
 from megatron_style.base.units import COUNT, FLOPS, TIME
 from megatron_style.reporting import charts
 from megatron_style.reporting.bars import draw_bars
-from megatron_style.reporting.comparison import best, by_text, differences, final
+from megatron_style.reporting.comparison import best, by_text, differences, final, scatter, stage_figures
 from megatron_style.reporting.history import RunHistory, Sample
 from megatron_style.reporting.markup import Markup, join, tag, text
-from megatron_style.reporting.stages import stage_figures
 from megatron_style.reporting.style import style_sheet
 from megatron_style.reporting.svg import Chart, draw
 from megatron_style.reporting.tables import (
     differences_table,
+    facts_table,
     match_tables,
     perplexity,
     run_name,
@@ -28,6 +29,8 @@ from megatron_style.reporting.tables import (
 )
 
 _GENERATOR = "megatron_style.report"
+_TOKEN_DEVIATION = 3.0  # nats; of the losses of single tokens, in models of text
+_STANDS_OUT = 1.1  # times the fastest rank: a slower one is named
 
 
 def is_page(path: Path) -> bool:
@@ -50,8 +53,9 @@ def page(runs: Sequence[RunHistory]) -> str:
     )
     several = len(runs) > 1
     title = tag("h1", text(f"{len(runs)} runs compared" if several else runs[0].name))
-    summary = join((_other_texts(runs), runs_table(runs))) if several else _figures(runs[0])
-    parts = [title, summary, _curves(runs), _position(runs), _stages(runs), _ranks(runs)]
+    seeds = _remark("Each row is one run: how much its result varies with the seed is not known from it.")
+    summary = join((_other_texts(runs), runs_table(runs), seeds)) if several else _figures(runs[0])
+    parts = [title, summary, facts_table(runs), _curves(runs), _position(runs), _stages(runs), _ranks(runs)]
     parts += [_matches(runs), _differences(runs)] if several else []
     body = tag("body", tag("main", *parts, _samples(runs), _run_files(runs)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -124,7 +128,21 @@ def _curves(runs: Sequence[RunHistory]) -> Markup:
     )  # fmt: skip
     switch = tag("fieldset", tag("legend", text("against")), choices) if len(drawn) > 1 else Markup("")
     sheets = (tag("div", *map(_figure, figures), class_=f"charts by-{along.key}") for along, figures in drawn.items())
-    return _section("Curves", _other_texts(runs), switch, _legend(runs), *sheets, _not_recorded(runs), style="curves")
+    remarks = join((_noise(runs), _not_recorded(runs)))
+    return _section("Curves", _other_texts(runs), switch, _legend(runs), *sheets, remarks, style="curves")
+
+
+def _noise(runs: Sequence[RunHistory]) -> Markup:
+    """Return a remark on how much of a curve is chance."""
+    found = {run.name: scatter([event.loss for event in run.trained]) for run in runs}
+    known = {name: spread for name, spread in found.items() if spread is not None}
+    if not known:
+        return Markup("")
+    amounts = ", ".join(f"{spread:.2g}{f' ({name})' if len(runs) > 1 else ''}" for name, spread in known.items())
+    return _remark(
+        f"A training point is the loss of a single batch, which scatters by about {amounts} nats: smaller ups and "
+        "downs are chance. Every held-out point is measured on the same text."
+    )
 
 
 def _not_recorded(runs: Sequence[RunHistory]) -> Markup:
@@ -157,9 +175,24 @@ def _position(runs: Sequence[RunHistory]) -> Markup:
     words = _remark(
         "The last validation of each run; dashed lines are the validations at the ends of its earlier stages. Without "
         "a cache the first tokens of a segment have the highest loss, because they have almost no context."
+        + "".join(dict.fromkeys(map(_tokens_of_a_point, runs)))
     )
     return _section(
         "Loss by position in the segment", _other_texts(runs), tag("div", _figure(chart), words, class_="charts")
+    )
+
+
+def _tokens_of_a_point(run: RunHistory) -> str:
+    """Return a sentence on the chance in a point, if the run file says on how many tokens it was measured."""
+    tokens = dict(run.settings).get("output.evaluate_tokens", "")
+    bands = len(run.held_out[-1].by_position) if run.held_out else 0
+    if not tokens.isdigit() or not bands:
+        return ""
+    each = int(tokens) / bands
+    chance = 2 * _TOKEN_DEVIATION * (2 / each) ** 0.5
+    return (
+        f" A point is the mean of about {each:,.0f} tokens; where their losses have a standard deviation of "
+        f"{_TOKEN_DEVIATION:g} nats, neighbours differ by up to {chance:.1g} nats by chance."
     )
 
 
@@ -181,16 +214,16 @@ def _ranks(runs: Sequence[RunHistory]) -> Markup:
 
 
 def _straggler(run: RunHistory) -> str:
-    """Return a sentence about the rank that was the slowest most often."""
+    """Return a sentence about the rank that was the slowest most often, unless that is chance: of two equal ranks one
+    is always the slower one, in half of the records."""
     slowest = Counter(slow.rank for _, slow, _ in run.rank_times)
-    (rank, times), *_ = slowest.most_common(1)
+    (rank, times), *others = slowest.most_common(2)
     ratios = [slow.seconds / fast.seconds for _, slow, fast in run.rank_times if fast.seconds > 0]
-    ratio = f"{statistics.median(ratios):.2f} times" if ratios else "an unknown multiple of"
-    share = times / len(run.rank_times)
-    return (
-        f"{run.name}: rank {rank} was the slowest in {share:.0%} of the records; the own work of the slowest rank took "
-        f"{ratio} the fastest one's, in the median."
-    )
+    ratio = statistics.median(ratios) if ratios else math.nan
+    took = f"the own work of the slowest rank took {ratio:.2f} times the fastest one's, in the median"
+    if ratio < _STANDS_OUT or any(times < 2 * often for _, often in others):
+        return f"{run.name}: no rank stands out; {took}."
+    return f"{run.name}: rank {rank} was the slowest in {times / len(run.rank_times):.0%} of the records; {took}."
 
 
 def _matches(runs: Sequence[RunHistory]) -> Markup:

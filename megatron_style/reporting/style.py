@@ -53,14 +53,16 @@ table { overflow-wrap: normal; border-collapse: collapse; font-size: .92rem; lin
 th, td { padding: .42rem 1.1rem .42rem 0; text-align: right; vertical-align: top; white-space: nowrap;
   border-bottom: 1px solid var(--grid); }
 th:last-child, td:last-child { padding-right: .2rem; }
-thead th { color: var(--muted); font-weight: 500; font-size: .85rem; vertical-align: bottom;
+thead th { white-space: normal; color: var(--muted); font-weight: 500; font-size: .85rem; vertical-align: bottom;
   border-color: var(--axis); }
 tbody th, thead th:first-child { text-align: left; font-weight: 550; }
 tbody th, thead th:first-child { position: sticky; left: 0; background: var(--ground); }
 tbody th span.name { display: block; width: max-content; max-width: 22rem; white-space: normal;
-  overflow-wrap: anywhere; }
-.words { text-align: left; white-space: normal; min-width: 20rem; }
+  overflow-wrap: anywhere; padding-left: 1.2rem; text-indent: -1.2rem; }
+.words { text-align: left; white-space: normal; min-width: 14rem; }
 thead .words { display: block; }
+.wrapped td { white-space: normal; overflow-wrap: anywhere; min-width: 5rem; }
+.facts :is(td, thead th) { text-align: left; } .facts td { min-width: 4.5rem; overflow-wrap: break-word; }
 td b { font-weight: 600; }
 .key { display: inline-block; width: .7rem; height: .7rem; border-radius: 50%; background: var(--run);
   margin-right: .5rem; }
@@ -95,10 +97,21 @@ svg .stage .strip ~ text { fill: var(--ink); }
   vector-effect: non-scaling-stroke; }
 .line.training { stroke-width: 1.2; stroke-opacity: .7; }
 .line.faint, .line.fastest { stroke-width: 1.3; stroke-opacity: .5; stroke-dasharray: 4 3; }
-.mark { fill: var(--run); stroke: var(--ground); stroke-width: 1; } .spot { fill: transparent; }
+.mark { fill: var(--run); stroke: var(--ground); stroke-width: 1; }
 .mark:is(.run-5, .run-6, .run-7, .run-8) { fill: var(--ground); stroke: var(--run); stroke-width: 1.5; }
-.mark:hover, .spot:hover { fill: var(--run, var(--ink)); stroke: var(--ink); stroke-width: 1.5; }
 .bar { fill: var(--run); fill-opacity: .85; }
+.chart { position: relative; } .readouts, .readouts :is(label, input, u, .said) { position: absolute; }
+.readouts :is(label, u) { top: 0; bottom: 0; } .readouts u { width: 0; border-left: 1px dashed var(--ink); }
+.readouts input { opacity: 0; inset: 0; margin: 0; pointer-events: none; }
+.readouts :is(u, .said) { display: none; }
+.readouts :is(label:hover, label:focus-within) > :is(u, .said) { display: block; }
+.readouts:hover label:not(:hover) > :is(u, .said) { display: none; }
+.said { top: .3rem; z-index: 2; width: max-content; max-width: min(18rem, 40vw); pointer-events: none;
+  padding: .3rem .6rem; border: 1px solid var(--axis); border-radius: .35rem; background: var(--ground);
+  font-size: .8rem; line-height: 1.45; }
+.said.after { left: calc(100% + .4rem); } .said.before { right: calc(100% + .4rem); }
+.said b { font-weight: 600; } .said span { display: block; }
+.said .key { width: .55rem; height: .55rem; margin-right: .35rem; }
 .bar:is(.run-5, .run-6, .run-7, .run-8) { fill-opacity: .2; stroke: var(--run); stroke-width: 1.5; }
 details { border-bottom: 1px solid var(--grid); padding: .5rem 0; }
 details details { margin-left: 1rem; }
@@ -114,13 +127,14 @@ blockquote b { font-weight: 600; }
   h1 { font-size: 1.4rem; } h2 { margin-top: 2.4rem; }
   dl.figures { grid-template-columns: 1fr 1fr; gap: 1rem 1.4rem; } dd { font-size: 1.2rem; }
   tbody th span.name { max-width: 9.5rem; }
+  .said { font-size: .72rem; padding: .2rem .4rem; }
   svg text { font-size: 15px; } svg .stage text { font-size: 13px; }
 }
 @media print {
   @page { margin: 14mm; }
   body { max-width: none; padding: 0; font-size: 10.5pt; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   svg text { font-size: 14px; } p { break-inside: avoid; }
-  fieldset { display: none; } h2 { margin-top: 1.6rem; break-after: avoid; }
+  fieldset, .readouts { display: none; } h2 { margin-top: 1.6rem; break-after: avoid; }
   .charts { grid-template-columns: 1fr 1fr; gap: 1rem 1.4rem; } .charts.small { grid-template-columns: 1fr 1fr 1fr; }
   tbody th, thead th:first-child { position: static; }
   .box { overflow: visible; } th, td { white-space: normal; padding-right: .7rem; } .words { min-width: 0; }

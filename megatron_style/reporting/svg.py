@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron_style.base.units import Quantity
 from megatron_style.reporting.markup import Markup, join, tag, text
+from megatron_style.reporting.readouts import Area, Readout, Row, columns, nearest, overlay
 from megatron_style.reporting.scale import Scale, labelled_ticks
 
 WIDTH = 480
@@ -16,7 +17,7 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 20, 8, 46  # margins around the field
 STRIP = 17  # the height of one run's row of stages
 _LETTER = 9.0  # the greatest width of a letter, on a small screen, where letters are larger
 MOST_POINTS = 600
-_SPOTS = 60  # the greatest number of points per line that show their value under the pointer
+_MOST_MARKS = 60
 
 
 class Point(NamedTuple):
@@ -74,21 +75,35 @@ class Field:
     right: float
     bottom: float
 
+    def share_of(self, size: tuple[float, float]) -> Area:
+        width, height = size
+        return Area(
+            self.left / width, self.top / height, (self.right - self.left) / width, (self.bottom - self.top) / height
+        )
+
 
 def draw(chart: Chart) -> Markup:
-    rows = 1 + max((band.row for band in chart.bands if band.row is not None), default=-1)
+    """Return the drawing, under the columns that show its values. Labels of stages have rows of their own above the
+    field, so that no curve runs through them."""
+    rows = max((1 if band.row is None else band.row + 1 for band in chart.bands), default=0)
     top = TOP + rows * STRIP
     field = Field(LEFT, top, WIDTH - RIGHT, top + chart.height)
     x = Scale(chart.x.low, chart.x.high, field.left, field.right, chart.x.logarithmic)
     y = Scale(chart.y.low, chart.y.high, field.bottom, field.top, chart.y.logarithmic)
     inside = join(_line(line, x, y) for line in chart.lines)
-    spots = join(_spots(line, chart, x, y) for line in chart.lines)
+    marks = join(_marks(line, chart, x, y) for line in chart.lines if line.has_marks)
     clip = tag("clipPath", _rectangle(field.left, field.top - 2, field.right, field.bottom + 2), id=f"{chart.key}-clip")
-    return frame(
-        chart.key, chart.title, chart.about, (WIDTH, field.bottom + BOTTOM),
+    size = (WIDTH, field.bottom + BOTTOM)
+    drawing = frame(
+        chart.key, chart.title, chart.about, size,
         join(_band(band, x, field) for band in chart.bands), y_axis(y, chart.y.quantity, field),
-        _x_axis(x, chart.x, field), clip, tag("g", inside, clip_path=f"url(#{chart.key}-clip)"), spots,
+        _x_axis(x, chart.x, field), clip, tag("g", inside, clip_path=f"url(#{chart.key}-clip)"), marks,
     )  # fmt: skip
+    return under(drawing, overlay(chart.key, chart.title, field.share_of(size), _readouts(chart, x, y, field)))
+
+
+def under(drawing: Markup, columns: Markup) -> Markup:
+    return tag("div", drawing, columns, class_="chart")
 
 
 def frame(key: str, title: str, about: str, size: tuple[float, float], *inside: Markup) -> Markup:
@@ -131,16 +146,14 @@ def _band(band: StageBand, x: Scale, field: Field) -> Markup:
     left, right = x.place(band.low), x.place(band.high)
     if right <= left:
         return Markup("")
+    top = TOP + (band.row or 0) * STRIP
     if band.row is None:
-        shade = _rectangle(left, field.top, right, field.bottom, f"band {band.style}")
-        baseline = field.top + 15
+        shade = _rectangle(left, TOP, right, field.bottom, f"band {band.style}")
     else:
-        top = TOP + band.row * STRIP
         shade = _rectangle(left, top, right, top + STRIP - 3, f"strip {band.style}")
-        baseline = top + 11
     fitting = (label for label in (band.label, band.label[2:]) if len(label) * _LETTER + 4 <= right - left)
     middle = f"{(left + right) / 2:.1f}"
-    words = [tag("text", text(label), x=middle, y=baseline, text_anchor="middle") for label in list(fitting)[:1]]
+    words = [tag("text", text(label), x=middle, y=top + 11, text_anchor="middle") for label in list(fitting)[:1]]
     return tag("g", tag("title", text(band.label)), shade, *words, class_="stage")
 
 
@@ -160,17 +173,45 @@ def _line(line: Line, x: Scale, y: Scale) -> Markup:
     return tag("path", d="".join(path), class_=f"line {line.style}") if path else Markup("")
 
 
-def _spots(line: Line, chart: Chart, x: Scale, y: Scale) -> Markup:
-    """Return the places that show their value under the pointer, visible if the line has marks."""
-    drawn = []
-    inside = [point for point in line.points if y.has(point.y) and chart.y.low <= point.y <= chart.y.high]
-    for point in spread(inside, _SPOTS):
-        where = f"{chart.x.label} {chart.x.quantity.text(point.x)}, step {point.step}"
-        title = f"{line.name}: {point.y:.5g} ({where})"
-        place = {"cx": f"{x.place(point.x):.1f}", "cy": f"{y.place(point.y):.1f}"}
-        style = f"mark {line.style}" if line.has_marks else "spot"
-        drawn.append(tag("circle", tag("title", text(title)), **place, r=3, class_=style))
-    return join(drawn)
+def _marks(line: Line, chart: Chart, x: Scale, y: Scale) -> Markup:
+    inside = (point for point in line.points if y.has(point.y) and chart.y.low <= point.y <= chart.y.high)
+    return join(
+        tag("circle", cx=f"{x.place(point.x):.1f}", cy=f"{y.place(point.y):.1f}", r=3, class_=f"mark {line.style}")
+        for point in spread(list(inside), _MOST_MARKS)
+    )
+
+
+def _readouts(chart: Chart, x: Scale, y: Scale, field: Field) -> list[Readout]:
+    """Return what each column of the chart says: of each line the point that is nearest to the column's middle."""
+    lines = [(line, [point for point in line.points if y.has(point.y)]) for line in chart.lines]
+    middles, edges = columns([point.x for _, points in lines for point in points])
+    said: list[list[tuple[Line, Point]]] = [[] for _ in middles]
+    for line, points in lines:
+        for column, index in nearest([point.x for point in points], middles, edges).items():
+            said[column].append((line, points[index]))
+    bounds = [chart.x.low, *edges, chart.x.high]
+    places = [(x.place(bound) - field.left) / (field.right - field.left) for bound in bounds]
+    found = []
+    for index, (middle, rows) in enumerate(zip(middles, said, strict=True)):
+        if rows:
+            at = (x.place(middle) - field.left) / (field.right - field.left)
+            found.append(_readout(chart.x, middle, rows, (places[index], places[index + 1], at)))
+    return found
+
+
+def _readout(
+    axis: ChartAxis, middle: float, points: Sequence[tuple[Line, Point]], places: tuple[float, float, float]
+) -> Readout:
+    """Return a column's words. If its points are of different steps, each says its own."""
+    steps = {point.step for _, point in points}
+    head = f"{axis.label} {axis.quantity.text(middle)}"
+    if len(steps) == 1:
+        head += f", step {min(steps):,}"
+    rows = []
+    for line, point in points:
+        own = "" if len(steps) == 1 else f" (step {point.step:,})"
+        rows.append(Row(line.style.split()[0], f"{line.name}: {point.y:.5g}{own}"))
+    return Readout(*places, head, tuple(rows))
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:

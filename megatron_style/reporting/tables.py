@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
-from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME
-from megatron_style.reporting.comparison import Difference, best, compares, differences, final, loss_of, match
+from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME, Quantity, three_digits
+from megatron_style.reporting.comparison import (
+    Difference,
+    best,
+    compares,
+    differences,
+    final,
+    loss_of,
+    match,
+    stage_figures,
+)
 from megatron_style.reporting.history import HeldOut, RunHistory
-from megatron_style.reporting.markup import Markup, join, tag, text
-from megatron_style.reporting.stages import stage_figures
+from megatron_style.reporting.markup import Markup, breakable, join, tag, text
 
 _MOST_NAMED = 5  # of the differing settings, in the table of runs; all are in a table of their own
 
@@ -27,21 +36,58 @@ def _cells(*words: str) -> list[Markup]:
 
 
 def run_name(number: int, run: RunHistory) -> Markup:
-    return join((tag("span", class_=f"key run-{number}"), text(run.name)))
+    return join((tag("span", class_=f"key run-{number}"), breakable(run.name)))
+
+
+def in_one_unit(name: str, quantity: Quantity, values: Sequence[float | None]) -> tuple[str, list[str]]:
+    """Return the head and the cells of a column whose values share the unit of the largest, which the head names."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    unit = quantity.unit(max(known, default=0.0))
+    word = unit.long.strip()
+    cells = [NOT_RECORDED if value is None else three_digits(value / unit.size) for value in values]
+    return f"{name}, {word}" if word else name, cells
+
+
+def _by_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> tuple[list[Markup], list[list[Markup]]]:
+    """Return the heads of the columns, and their cells by row."""
+    heads = [text(name) for name, _ in columns]
+    return heads, [_cells(*row) for row in zip(*(cells for _, cells in columns), strict=True)]
 
 
 def runs_table(runs: Sequence[RunHistory]) -> Markup:
-    names = ("run", "perplexity at the end", "best", "stages, L", "steps", "tokens", "time", "FLOPs")
-    head = [*map(text, names), tag("span", text("differs in"), class_="words")]
+    ends = [run.end for run in runs]
+    heads, cells = _by_columns((
+        ("perplexity at the end", [perplexity(final(run)) for run in runs]),
+        ("best", [perplexity(best(run)) for run in runs]),
+        ("stages, L", [_lengths(run) for run in runs]),
+        ("steps", [f"{end.step:,}" for end in ends]),
+        in_one_unit("tokens", COUNT, [end.tokens for end in ends]),
+        in_one_unit("time", TIME, [end.seconds for end in ends]),
+        in_one_unit("work", FLOPS, [end.flops for end in ends]),
+    ))  # fmt: skip
     apart = differences(runs)
     rows = []
     for number, run in enumerate(runs, start=1):
-        end = run.end
-        cells = _cells(perplexity(final(run)), perplexity(best(run)), _lengths(run), f"{end.step:,}",
-                       COUNT.text(end.tokens), TIME.text(end.seconds), FLOPS.text(end.flops))  # fmt: skip
         words = tag("td", text(_named(apart, number - 1)), class_="words")
-        rows.append((run_name(number, run), [*cells, words]))
+        rows.append((run_name(number, run), [*cells[number - 1], words]))
+    head = [text("run"), *heads, tag("span", text("differs in"), class_="words")]
     return table("Held-out perplexity, and what it took", head, rows)
+
+
+def facts_table(runs: Sequence[RunHistory]) -> Markup:
+    facts = [run.facts for run in runs]
+    heads, cells = _by_columns((
+        ("state", [fact.state for fact in facts]),
+        ("began, UTC", [fact.began for fact in facts]),
+        ("parameters", [fact.parameters for fact in facts]),
+        ("corpus", [fact.corpus for fact in facts]),
+        ("ranks", [fact.ranks for fact in facts]),
+        ("precision", [fact.precision for fact in facts]),
+        ("commit", [fact.commit for fact in facts]),
+    ))  # fmt: skip
+    names = (run_name(number, run) for number, run in enumerate(runs, start=1))
+    rows = list(zip(names, cells, strict=True))
+    return tag("div", table("What was run", [text("run"), *heads], rows), class_="wrapped facts")
 
 
 def perplexity(valid: HeldOut | None) -> str:
@@ -63,19 +109,28 @@ def _named(apart: Sequence[Difference], index: int) -> str:
 
 
 def stages_table(runs: Sequence[RunHistory]) -> Markup:
-    head = ["stage", "cache", "steps", "tokens", "time", "tokens per second", "FLOP/s", "peak memory"]
-    rows = []
-    for number, run in enumerate(runs, start=1):
-        for stage in stage_figures(run):
-            speed = NOT_RECORDED if stage.tokens_per_second is None else f"{stage.tokens_per_second:,.0f}"
-            cache = NOT_RECORDED if stage.cache_length is None else f"{stage.cache_length:,}"
-            cells = _cells(
-                cache, f"{stage.steps:,}", COUNT.text(stage.tokens), TIME.text(stage.seconds), speed,
-                FLOPS_PER_SECOND.text(stage.flops_per_second), MEMORY.text(stage.memory_bytes),
-            )  # fmt: skip
-            name = join((run_name(number, run), text(f", {stage.label}"))) if len(runs) > 1 else text(stage.label)
-            rows.append((name, cells))
-    return table("What each stage took; memory is that of the first rank", list(map(text, head)), rows)
+    found = [(number, run, stage) for number, run in enumerate(runs, start=1) for stage in stage_figures(run)]
+    stages = [stage for _, _, stage in found]
+    heads, cells = _by_columns((
+        ("cache", [_whole(stage.cache_length) for stage in stages]),
+        ("steps", [_whole(stage.steps) for stage in stages]),
+        in_one_unit("tokens", COUNT, [stage.tokens for stage in stages]),
+        in_one_unit("time", TIME, [stage.seconds for stage in stages]),
+        ("tokens per second", [_whole(stage.tokens_per_second) for stage in stages]),
+        in_one_unit("speed", FLOPS_PER_SECOND, [stage.flops_per_second for stage in stages]),
+        in_one_unit("peak memory", MEMORY, [stage.memory_bytes for stage in stages]),
+    ))  # fmt: skip
+    several = len(runs) > 1
+    names = (
+        join((run_name(number, run), text(f", {stage.label}"))) if several else text(stage.label)
+        for number, run, stage in found
+    )
+    about = "What each stage took; memory is that of the first rank"
+    return table(about, [text("stage"), *heads], list(zip(names, cells, strict=True)))
+
+
+def _whole(number: float | None) -> str:
+    return NOT_RECORDED if number is None else f"{number:,.0f}"
 
 
 def match_tables(runs: Sequence[RunHistory]) -> Markup:
@@ -123,6 +178,6 @@ def differences_table(runs: Sequence[RunHistory]) -> Markup:
     rows = []
     for row in differences(runs):
         values = ("not set" if value is None else value for value in row.values)
-        rows.append((text(row.key), _cells(*values)))
+        rows.append((breakable(row.key), [tag("td", breakable(value)) for value in values]))
     head = [text("key"), *(run_name(number, run) for number, run in enumerate(runs, start=1))]
-    return table("Keys whose values differ between the run files", head, rows)
+    return tag("div", table("Keys whose values differ between the run files", head, rows), class_="wrapped")

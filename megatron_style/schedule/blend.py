@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import DataConfig, SourceConfig
+from megatron_style.config.data import DataConfig, SourceConfig
 from megatron_style.schedule.passes import Pass, Reading
 from megatron_style.schedule.unread import Indices, Unread
 

@@ -93,7 +93,7 @@ class StageSchedule:
         data_parallel: int,
         history: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self.stages = tuple(resolve_stage(run, index) for index in range(len(run.stages)))
+        self.stages = stages_of(run)
         self.sources = sources_of(run.data, (corpus_tokens,) if isinstance(corpus_tokens, int) else corpus_tokens)
         self._data_parallel = data_parallel
         for stage in self.stages:
@@ -246,6 +246,10 @@ class StageSchedule:
             return Part(epoch, TextLanes(unread, rows, stage.segment_length))
         key = (self._seed + (source << 64), epoch, step)  # the first source has the order that it has alone
         return Part(epoch, ShuffledSegments(unread, rows, stage.segment_length, key=key))
+
+
+def stages_of(run: RunConfig) -> tuple[Stage, ...]:
+    return tuple(resolve_stage(run, index) for index in range(len(run.stages)))
 
 
 def resolve_stage(run: RunConfig, index: int) -> Stage:

@@ -8,10 +8,16 @@ of its own, which a terminal's signals do not reach, and the ranks are asked dir
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_style.base.command import run_module
+
+    run_module("megatron_style.supervision.launch")  # imports this file, so that no Ctrl-C is lost meanwhile
+
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -25,14 +31,15 @@ from megatron_style.base.command import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
+    LAST_WORDS,
     log,
-    run_command,
 )
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.config.train_arguments import parse_train_arguments
 from megatron_style.hosts.carrier import launch_environment
 from megatron_style.hosts.hosts import Host, read_hostfile
 from megatron_style.supervision.cluster import Ssh, kill_launch, signal_ranks, ssh
+from megatron_style.supervision.finished import what_is_finished
 from megatron_style.supervision.record import RankRecord, State, Status, read_records, read_status, what_is_lost
 from megatron_style.supervision.signals import StopSignals
 
@@ -58,9 +65,12 @@ class Launch:
         self._hosts = hosts
         self._ssh = ssh
         self._stopped_early = False
+        self.last_words: str | None = None  # the error of a process of this host, after the `with`
         self._key = uuid.uuid4().hex  # in the environment of each of its processes, and in the records of its ranks
         with ExitStack() as stack:
+            self._words = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             environment = stack.enter_context(launch_environment([Host(name) for name in over_ssh], self._key))
+            environment[LAST_WORDS] = str(self._words)
             self._process = subprocess.Popen(command, env=environment, start_new_session=True)
             self._environment = stack.pop_all()
 
@@ -76,6 +86,7 @@ class Launch:
         self._process.wait()
         kill_launch(self._key, () if own_end else self._hosts, self._ssh)
         signal_ranks(self.records, (), self._ssh)  # waits for those of this host: a killed process takes a while to end
+        self.last_words = next((path.read_text(encoding="utf-8") for path in sorted(self._words.iterdir())), None)
         self._environment.close()
 
     @property
@@ -145,19 +156,22 @@ class Launch:
 def main() -> None:
     signals = StopSignals()
     words = sys.argv[1:]
+    arguments = parse_train_arguments(words[words.index(_PROGRAM) + 1 :])  # those of the run follow the launcher's
+    run = load_run(arguments.run_file, arguments.settings)
+    if arguments.trains_on and (done := what_is_finished(run)):
+        log(done)
+        return
     hosts = _hosts(words)
-    with Launch(words, _run_folder(words), hosts=hosts, over_ssh=_over_ssh(words, hosts)) as launch:
+    with Launch(words, run.output.path, hosts=hosts, over_ssh=_over_ssh(words, hosts)) as launch:
         while not launch.has_ended and not signals.asked:
             time.sleep(_LOOK_SECONDS)
         if signals.asked:
             launch.stop(signals)
-    sys.exit(launch.code(signals))
-
-
-def _run_folder(words: Sequence[str]) -> Path:
-    """Return the output.path of the run, whose arguments follow the launcher's."""
-    arguments = parse_train_arguments(words[words.index(_PROGRAM) + 1 :])
-    return load_run(arguments.run_file, arguments.settings).output.path
+    is_check = arguments.only_checks and not signals.asked  # which leaves no record
+    code = launch.launcher_code if is_check else launch.code(signals)
+    if code and launch.last_words:
+        log(launch.last_words)  # again: most launchers write lines of their own after it
+    sys.exit(code)
 
 
 def _hosts(words: Sequence[str]) -> list[str]:
@@ -170,7 +184,3 @@ def _hosts(words: Sequence[str]) -> list[str]:
 def _over_ssh(words: Sequence[str], hosts: Sequence[str]) -> Sequence[str]:
     """Return the hosts that the deepspeed launcher reaches by ssh: it starts the ranks of a single host itself."""
     return hosts if Path(words[0]).name == "deepspeed" and len(hosts) > 1 else ()
-
-
-if __name__ == "__main__":
-    run_command(main)

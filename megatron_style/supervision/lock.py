@@ -40,7 +40,7 @@ class FolderLock:
         self._clock = clock
         self._sleep = sleep
         self._me = json.dumps(asdict(Owner(**vars(this_process()), since=now(), key=uuid.uuid4().hex)))
-        self._made_folder = False
+        self.made: list[Path] = []  # folders that did not exist, the inner ones first
 
     def take(self) -> str | None:
         """Take the lock. Return why that is not possible, in one line, or None on success."""
@@ -48,9 +48,8 @@ class FolderLock:
             refusal = self.clear()
             if refusal:
                 return refusal
-            if not self._path.parent.exists():
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._made_folder = True
+            self.made = self.made or [folder for folder in self._path.parents if not folder.exists()]
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._create()
                 return None
@@ -92,8 +91,8 @@ class FolderLock:
     def release(self) -> None:
         if self._read() == self._me:
             self._path.unlink(missing_ok=True)
-        if self._made_folder:
-            remove_if_empty(self._path.parent)
+        for folder in self.made:
+            remove_if_empty(folder)
 
     def _stays_untouched(self, owner: Owner | None) -> bool:
         host = owner.host if owner else "an unknown host"

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from megatron_style.base.errors import Stopped, UserError
+from megatron_style.base.errors import OnlyChecked, Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal, has_bar
 from megatron_style.supervision.record import now
@@ -45,7 +45,7 @@ def rank_log(folder: Path, rank: int, launch: str) -> Iterator[Terminal | None]:
         faulthandler.enable(copy)
         try:
             yield terminal
-        except (Stopped, UserError) as reason:
+        except (OnlyChecked, Stopped, UserError) as reason:
             copy.write(f"{reason}\n")
             raise
         except BaseException:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_style.base.command import EXIT_INTERRUPTED, log
-from megatron_style.base.errors import Diverged, Stopped, UserError
+from megatron_style.base.errors import Diverged, OnlyChecked, Stopped, UserError
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.base.terminal import Terminal
 from megatron_style.hosts.board import Board, new_board, open_board
@@ -71,6 +71,7 @@ class _Launch:
     folder: RunFolder
     name: str
     lock: FolderLock | None  # rank 0 holds it
+    made: tuple[Path, ...] = ()  # folders that this launch has made around the run's, the inner ones first
 
     def ends(self, state: State, step: int, error: str = "") -> None:
         """Record on rank 0 how the launch ended. A supervisor needs it: a launcher may exit with 0 after a kill."""
@@ -93,14 +94,15 @@ class _Launch:
         """Release the lock and remove empty folders, so that a first run that was refused leaves nothing."""
         if self.lock:
             self.lock.release()
-        for folder in (self.folder.ranks, self.folder.logs, self.folder.path):
+        for folder in (self.folder.ranks, self.folder.logs, self.folder.path, *self.made):
             remove_if_empty(folder)
 
 
 def _begin(folder: RunFolder) -> _Launch:
     """Take the lock on rank 0 before anything is written. All ranks learn together whether they may continue."""
     lock = FolderLock(folder.lock) if dist.get_rank() == 0 else None
-    refusal, name = broadcast_json([lock.take(), uuid.uuid4().hex] if lock else None)
+    taken = [lock.take(), uuid.uuid4().hex, list(map(str, lock.made))] if lock else None
+    refusal, name, made = broadcast_json(taken)
     if refusal:
         raise UserError(refusal)
     if lock:
@@ -108,7 +110,7 @@ def _begin(folder: RunFolder) -> _Launch:
             left.unlink()
     for part in (folder.ranks, folder.logs):
         part.mkdir(parents=True, exist_ok=True)
-    return _Launch(folder, name, lock)
+    return _Launch(folder, name, lock, tuple(map(Path, made)))
 
 
 @contextmanager
@@ -143,7 +145,11 @@ def _open_if_seen(path: Path, here: list[int], rank: int) -> Board | None:
 
 def _record_failure(launch: _Launch, heartbeat: Heartbeat, error: BaseException) -> None:
     message = f"{type(error).__name__}: {error}".split("\n")[0][:500]
-    if isinstance(error, UserError):
+    if isinstance(error, OnlyChecked):
+        heartbeat.withdrawn()
+        if not launch.folder.run_file.exists():
+            launch.folder.log(dist.get_rank()).unlink(missing_ok=True)
+    elif isinstance(error, UserError):
         if launch.folder.run_file.exists():
             heartbeat.failed(message)
         else:  # the run has written nothing yet, and leaves nothing

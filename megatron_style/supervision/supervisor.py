@@ -99,7 +99,7 @@ class Supervisor:
         elif code == EXIT_DIVERGED:
             log(f"supervisor: {self._reason(launch)}; no retry, because it would diverge again")
         elif code == EXIT_BAD_INPUT:
-            log("supervisor: the run's input is wrong; no retry")
+            log(f"supervisor: the run's input is wrong; no retry\n{launch.last_words or ''}".rstrip())
         elif code not in (EXIT_STOPPED, EXIT_INTERRUPTED) and not self._signals.asked:
             raise Failed(self._reason(launch))
         return code

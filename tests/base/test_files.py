@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from megatron_style.base.events import SampleEvent
-from megatron_style.config.run import save_run
+from megatron_style.config.run_file import save_run
 from megatron_style.data.corpus import keep_tokenizer
 from megatron_style.data.tokenizer import BpeTokenizer
 from megatron_style.inference.measure import Measurement

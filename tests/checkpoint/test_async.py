@@ -78,13 +78,14 @@ def test_files_are_those_of_a_pause(folder: Path, settings: dict[str, Any]) -> N
 
 
 class OneAtATime:
-    """Writes slowly, and fails if a second thread writes meanwhile."""
+    """Writes slowly, and fails if a second thread writes meanwhile, or if the training has written anything."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
 
     def __call__(self, files: RankFiles) -> None:
         assert self._busy.acquire(blocking=False), "two saves are in flight"
+        assert not any(files.folder.iterdir()), "the training has waited for the disk"
         slowly(files)
         self._busy.release()
 
@@ -125,6 +126,7 @@ def test_a_write_that_fails_on_one_rank_ends_the_run(folder: Path, world: int) -
     message = r"step 4 could not be written \(.*No space left on device\); the checkpoint of step 3 is unchanged"
     run_ranks(world, expect_failure, run, message, fail_at(4))
     assert complete_steps(run.output.path / "checkpoints") == [3, 2]
+    assert not [*run.output.path.glob("checkpoints/*.partial")], "what was written takes up space"
     undisturbed = make_run(folder, "undisturbed", data=world, steps=6, output=OUTPUT)
     on_ranks(undisturbed, world)
     age_event_files(run)

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.checkpoint.reshard import reshard
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from tests.support.blends import SIZES, blend_in, with_data, write_blend
 from tests.support.resuming import UPDATE, expect_bitwise, expect_close, make_run, metrics, on_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.cluster.hosts import Cluster

@@ -19,7 +19,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_style.config.run import NAME, RunConfig
+from megatron_style.config.data import NAME
+from megatron_style.config.run import RunConfig
 from megatron_style.config.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import load_run, save_run
+from megatron_style.config.run_file import load_run, save_run
 from tests.support.runs import tiny_run
 
 STAGES = [{"segment_length": 4, "steps": 3}]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import deepspeed.comm
 import pytest
+from deepspeed.monitor.config import get_monitor_config
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -206,3 +212,31 @@ class TestReading:
         given = completed(read_ds_config(path))
         assert given["wall_clock_breakdown"] is True
         assert given["steps_per_print"] == 10
+
+
+def test_a_project_of_wandb_gets_the_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wandb` is a stand-in here."""
+    begun: list[dict[str, Any]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    stand_in = ModuleType("wandb")
+    monkeypatch.setattr(stand_in, "init", lambda **given: begun.append(given), raising=False)
+    monkeypatch.setattr(stand_in, "log", lambda data, step, commit: logged.append((data, step)), raising=False)
+    monkeypatch.setattr(stand_in, "__spec__", ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
+    run = tiny_run(watch={"wandb": "a-project"}, output={"path": "runs/mine"})
+    monitor = MonitorMaster(get_monitor_config(completed({}, run)))
+    assert monitor.enabled
+    monitor.write_events([("loss/train", 2.5, 8)])
+    assert begun == [{"project": "a-project", "group": "mine", "entity": None}]
+    assert logged == [({"loss/train": 2.5}, 8)]
+
+
+def test_wandb_has_one_home_and_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(watch={"wandb": "a-project"}, deepspeed="ds.json")
+    with pytest.raises(UserError, match=r"ds.json: has wandb, and so has the run file \(watch.wandb\); remove one"):
+        completed({"wandb": {"enabled": False}}, run)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("megatron_style.engine.ds_config.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"watch.wandb: needs the package wandb; `pip install wandb`, or remove"):
+        completed({}, run)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.run import RunConfig, load_run, save_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run, save_run
 from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config
 from megatron_style.model.shape import count_parameters
 from megatron_style.schedule.learning_rate import learning_rate_at

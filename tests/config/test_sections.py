@@ -182,7 +182,11 @@ def test_missing_key(key: str) -> None:
             "model.vocabulary: projections both belong to kind adaptive, not tied; remove them",
         ),
         (["model.vocabulary.cutoffs=[5, 5]"], "model.vocabulary: cutoffs [5, 5] must grow, as in [5]"),
-        (["model.vocabulary.cutoffs=[]"], "model.vocabulary: kind adaptive needs cutoffs, such as [20000, 60000]"),
+        (
+            ["data.tokens_per_batch=9216", "data.tokens_per_update=10000"],
+            "data: tokens_per_update (10000) is not a multiple of tokens_per_batch (9216), which it replaces; leave "
+            "out one of them",
+        ),
         (["model.vocabulary.kind=tied"], "model.vocabulary: cutoffs [100, 200] belong to kind adaptive, not tied"),
         (
             ["model.vocabulary.cutoffs=[1, 2, 3, 4]"],
@@ -229,6 +233,52 @@ def test_nearest_lengths(wanted: int, below: int, above: int) -> None:
 
 def test_cutoffs_beyond_the_corpus() -> None:
     run = parsed()
-    run.model.check_vocabulary(201)
-    with pytest.raises(UserError, match=r"model\.vocabulary\.cutoffs: \[100, 200\] must stay below .* 200"):
-        run.model.check_vocabulary(200)
+    assert run.with_vocabulary(201) == run
+    with pytest.raises(UserError, match=r"cutoffs: \[100, 200\] must stay below .* 200; leave them out"):
+        run.with_vocabulary(200)
+
+
+@pytest.mark.parametrize(("vocab_size", "cutoffs"), [(267_744, (20_080, 60_240)), (8192, (616, 1848)), (24, (8,))])
+def test_cutoffs_that_are_not_set_come_from_the_vocabulary(vocab_size: int, cutoffs: tuple[int, ...]) -> None:
+    run = parsed("model.vocabulary.cutoffs=[]", "model.hidden_size=64").with_vocabulary(vocab_size)
+    assert run.model.vocabulary.cutoffs == cutoffs
+    assert run.with_vocabulary(vocab_size) == run
+
+
+def test_a_vocabulary_without_room_for_bands_is_refused() -> None:
+    with pytest.raises(UserError, match=r"neither a vocabulary of 8 .* use kind tied"):
+        parsed("model.vocabulary.cutoffs=[]").with_vocabulary(8)
+
+
+ONE_STAGE = "stages=[{segment_length: 128, steps: 5}]"
+
+
+def test_an_update_is_divided_among_the_ranks() -> None:
+    run = parsed("data.tokens_per_update=1024", ONE_STAGE)
+    assert [run.on_ranks(ranks).data.tokens_per_batch for ranks in (1, 2, 8)] == [1024, 512, 128]
+    assert run.on_ranks(2).on_ranks(4) == run.on_ranks(4), "a resolved run may move to another grid"
+    with pytest.raises(UserError, match=r"share on 3 data-parallel ranks .* numbers of ranks for which it is: 2 and 4"):
+        run.on_ranks(3)
+    with pytest.raises(UserError, match=r"must divide data\.tokens_per_update \(1000\)"):
+        parsed("data.tokens_per_update=1000", ONE_STAGE)
+
+
+def test_an_unknown_key_is_named_before_a_missing_one() -> None:
+    """It is often the misspelt name of the one that is missing."""
+    data = parsed().as_data()
+    data["output"]["pth"] = data["output"].pop("path")
+    data["model"].pop("layers")
+    with pytest.raises(UserError, match=r"output\.pth: unknown key; did you mean 'path'\?"):
+        RunConfig.parse(data, source="run.yaml")
+
+
+@pytest.mark.parametrize(("value", "steps", "seconds"), [("7", 7, None), ("30m", None, 1800.0), ("null", None, None)])
+def test_saving_is_by_steps_or_by_time(value: str, steps: int | None, seconds: float | None) -> None:
+    output = parsed(f"output.save_every={value}").output
+    assert (output.save_steps, output.save_seconds) == (steps, seconds)
+
+
+@pytest.mark.parametrize("value", ["0", "soon", "1.5"])
+def test_any_other_time_to_save_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match=r"output\.save_every is .*, but"):
+        parsed(f"output.save_every={value}")

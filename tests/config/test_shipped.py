@@ -8,7 +8,7 @@ import pytest
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import read_ds_file
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.config.shipped import shipped_file
 from tests.support.launch import ROOT
 

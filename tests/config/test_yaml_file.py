@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.config.yaml_file import override, read_yaml
 
 QUICKSTART = Path(__file__).parents[2] / "run_configs" / "quickstart.yaml"

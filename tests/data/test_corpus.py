@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import DataConfig, SourceConfig
+from megatron_style.config.data import DataConfig, SourceConfig
 from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.data.word_dictionary import WordDictionary

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_style.config.run import save_run
+from megatron_style.config.run_file import save_run
 from megatron_style.data.store import open_store
 from tests.support.huge_store import write_huge_store
 from tests.support.runs import tiny_run
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import sys
 from pathlib import Path
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import open_corpus
 from megatron_style.schedule.stages import StageSchedule

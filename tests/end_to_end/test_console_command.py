@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from megatron_style.__main__ import COMMANDS, main
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from tests.support.launch import ROOT
 from tests.support.tiny import Done, expect_refusal, run_here
 

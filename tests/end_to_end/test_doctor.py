@@ -138,8 +138,22 @@ def test_clocks_are_compared_with_each_other() -> None:
     ],
 )
 def test_slots_against_devices(slots: int, kind: str, count: int, level: str) -> None:
-    told = {"devices": {"kind": kind, "count": count}, "memory": 2**40, "missing": []}
+    told = {"devices": {"kind": kind, "count": count}, "memory": 2**40, "missing": [], "bf16": []}
     assert next(judge_host(Host("a", slots), told)).level == level
+
+
+@pytest.mark.parametrize(
+    ("kind", "instructions", "told"),
+    [
+        ("core", ["avx512_bf16"], ["bfloat16 instructions: avx512_bf16"]),
+        ("core", [], ["no bfloat16 instructions, so float32 trains faster on this CPU"]),
+        ("cuda", [], []),
+    ],
+)
+def test_whether_a_cpu_multiplies_bfloat16_is_told(kind: str, instructions: list[str], told: list[str]) -> None:
+    facts = {"devices": {"kind": kind, "count": 2}, "memory": 2**40, "missing": [], "bf16": instructions}
+    messages = [finding.message for finding in judge_host(Host("a", 2), facts)]
+    assert [message for message in messages if "bfloat16" in message] == told
 
 
 def test_disk_against_checkpoints() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_style.base.command import run_command
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.train import train
 from tests.support.small_run import losses, write_small_run
 from tests.support.training import write_ds_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from tests.support.fuzz_targets import TARGETS
 from tests.support.fuzzing import fuzz
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_style.plan import main
+from megatron_style.planning.hardware import GPUS
 from tests.support.blends import blend_in, write_blend
 from tests.support.small_run import write_small_run
 from tests.support.tiny import Done, content, expect_refusal, run_here
@@ -43,8 +44,9 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
 def test_every_run_file_has_a_plan(path: Path) -> None:
-    told = planned(path, "--gpus", "64")
-    assert told["data"] * told["tensor"] == 64
+    gpus = 16 if path.stem == "own_text" else 64  # its updates are too small for more
+    told = planned(path, "--gpus", str(gpus))
+    assert told["data"] * told["tensor"] == gpus
     for stage in told["stages"]:
         memory = stage["memory"]
         states = sum(memory["states"][part] for part in ("weights", "gradients", "optimizer"))
@@ -170,6 +172,8 @@ def test_a_plan_takes_neither_torch_nor_deepspeed() -> None:
         (["--gpu", "abacus"], ["--gpu abacus", "v100-32gb"]),
         (["--gpu-memory", "much"], ["--gpu-memory much", "32GB"]),
         (["--gpu-memory", "0GB"], ["--gpu-memory 0GB"]),
+        (["--gpu-peak", "0"], ["--gpu-peak 0", "above 0, such as 989"]),
+        (["--gpu-peak", "fast"], ["--gpu-peak fast"]),
         (["--gpus", "0"], ["--gpus 0", "numbers of at least 1"]),
         (["--gpus", "8,,64"], ["--gpus 8,,64"]),
         (["--gpus", "-8"], ["--gpus"]),
@@ -188,6 +192,22 @@ def test_a_plan_takes_neither_torch_nor_deepspeed() -> None:
 )
 def test_a_mistake_is_one_line(argv: list[str], words: list[str]) -> None:
     expect_refusal(plan(WIKITEXT, *argv), *words)
+
+
+def test_a_run_file_that_names_its_gpus_is_planned_for_them() -> None:
+    named = planned(LARGE)
+    assert named["data"] * named["tensor"] == 256
+    assert planned(LARGE, "--gpus", "64")["data"] == 8
+    assert planned(LARGE, "--set", "parallel.meant_for=512")["data"] == 64
+    expect_refusal(plan(LARGE, "--set", "parallel.meant_for=12"), "meant_for (12) must be a multiple of", "tensor (8)")
+
+
+@pytest.mark.parametrize("gpu", ["h200-141gb", "b200-180gb", "mi300x-192gb"])
+def test_current_gpus_are_known_and_another_peak_can_be_given(gpu: str) -> None:
+    usual = planned(LARGE, "--gpu", gpu)["stages"][0]["time"]["compute"]
+    half = GPUS[gpu].half_peak / 2e12
+    slower = planned(LARGE, "--gpu", gpu, "--gpu-peak", half)["stages"][0]["time"]["compute"]
+    assert slower == pytest.approx(2 * usual)
 
 
 def test_gpus_must_hold_the_tensor_parallel_ranks() -> None:

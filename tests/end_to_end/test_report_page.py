@@ -26,6 +26,26 @@ DRAWN = """[...document.querySelectorAll('figure svg')].filter(svg => svg.checkV
 CURVES = ["Loss, nats per token", "Perplexity", "Learning rate", "Gradient norm"]
 OTHERS = ["Held-out loss, nats per token", "Speed, tokens per second", "Speed, FLOP/s", "Peak memory of the first rank"]
 
+# Every label of a chart that is shown, the number of places along its curves, and the labels that have one inside.
+ON_CURVES = """(() => {
+  const found = {labels: 0, places: 0, covered: []};
+  for (const svg of [...document.querySelectorAll('figure svg')].filter(svg => svg.checkVisibility())) {
+    const places = [...svg.querySelectorAll('path.line')].flatMap(path => {
+      const box = path.closest('svg').querySelector('clipPath rect').getBBox(), toScreen = path.getScreenCTM();
+      return Array.from({length: 401}, (_, n) => path.getPointAtLength(path.getTotalLength() * n / 400))
+        .filter(at => at.y >= box.y && at.y <= box.y + box.height).map(at => at.matrixTransform(toScreen))});
+    const labels = [...svg.querySelectorAll('text')].map(label => [label.textContent, label.getBoundingClientRect()]);
+    found.labels += labels.length; found.places += places.length;
+    found.covered.push(...labels.filter(([, box]) => places.some(at =>
+      at.x > box.left && at.x < box.right && at.y > box.top && at.y < box.bottom)).map(([name]) => name));
+  }
+  return found})()"""
+FIELD = """(box => [box.left, box.top, box.width, box.height])(
+  document.querySelector('.by-tokens .readouts').getBoundingClientRect())"""
+SHOWN = """[...document.querySelectorAll('.said')].filter(said => said.checkVisibility()).map(said => {
+  const box = said.getBoundingClientRect();
+  return {text: said.innerText, left: box.left, right: box.right}})"""
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,7 +65,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [375, 1200])
+@pytest.mark.parametrize("width", [375, 1280])
 @pytest.mark.parametrize("name", ["one.html", "three.html"])
 def test_everything_is_drawn_and_the_page_does_not_scroll_sideways(
     tab: Tab, page: Path, tmp_path: Path, name: str, width: int, dark: bool
@@ -72,7 +92,7 @@ def test_everything_is_drawn_and_the_page_does_not_scroll_sideways(
 def test_dark_is_dark_and_its_lines_are_light(tab: Tab, page: Path) -> None:
     brightness = []
     for dark in (False, True):
-        tab.look(page, width=1200, dark=dark)
+        tab.look(page, width=1280, dark=dark)
         for what, style in (("document.body", "backgroundColor"), ("document.querySelector('.line')", "stroke")):
             colour = tab.ask(f"getComputedStyle({what}).{style}")
             brightness.append(sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))))
@@ -89,17 +109,57 @@ def test_wide_tables_scroll_in_their_own_boxes(tab: Tab, page: Path) -> None:
     assert max(names) < 375 / 2  # they stay when the rest scrolls, and must leave room for it
 
 
-def test_a_point_tells_its_value(tab: Tab, page: Path) -> None:
-    tab.look(page, width=1200)
-    title = tab.ask(
-        "document.querySelector('#loss-by-tokens-desc').parentElement.querySelector('.mark title').textContent"
+@pytest.mark.parametrize("name", ["one.html", "three.html"])
+def test_a_usual_window_cuts_no_column(tab: Tab, page: Path, name: str) -> None:
+    tab.look(page.with_name(name), width=1280)
+    boxes = tab.ask(
+        "[...document.querySelectorAll('.box')].map(box => [box.ariaLabel, box.scrollWidth - box.clientWidth])"
     )
-    assert title.startswith("short<former, held-out: ")
-    assert title.endswith("(tokens 922k, step 100)")
+    assert len(boxes) >= 2
+    assert [about for about, excess in boxes if excess > 0] == []
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("name", ["one.html", "three.html"])
+def test_no_label_lies_on_a_curve(tab: Tab, page: Path, name: str, width: int) -> None:
+    tab.look(page.with_name(name), width=width)
+    found = tab.ask(ON_CURVES)
+    assert found["labels"] > 20
+    assert found["places"] > 1000
+    assert found["covered"] == []
+
+
+def test_the_value_under_the_pointer_is_shown(tab: Tab, page: Path) -> None:
+    for width in (375, 1280):
+        tab.look(page, width=width, height=3000)
+        left, top, wide, high = tab.ask(FIELD)
+        for share in (0.02, 0.45, 0.55, 0.98):
+            tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + share * wide, y=top + high / 2)
+            (said,) = tab.ask(SHOWN)
+            assert "short<former, training: " in said["text"]
+            assert 0 <= said["left"] < said["right"] <= width
+            assert tab.ask("document.documentElement.scrollWidth") <= width
+        tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        assert tab.ask(SHOWN) == []
+
+
+def test_the_values_are_reached_by_keyboard_one_chart_per_stop(tab: Tab, page: Path) -> None:
+    tab.look(page.with_name("one.html"), width=1280, height=3000)
+    stops = []
+    while not stops or stops[-1] != "read-perplexity-by-tokens":
+        tab.press("Tab", 9)
+        stops.append(tab.ask("document.activeElement.name || document.activeElement.tagName"))
+        assert len(stops) < 10
+    assert stops[-2] == "read-loss-by-tokens"
+    first = tab.ask(SHOWN)[0]["text"]
+    tab.press("ArrowRight", 39)
+    (second,) = tab.ask(SHOWN)
+    assert first != second["text"]
+    assert "short<former, training: " in second["text"]
 
 
 def test_the_page_prints_on_light_paper(tab: Tab, page: Path, tmp_path: Path) -> None:
-    tab.look(page, width=1200, dark=True)
+    tab.look(page, width=1280, dark=True)
     tab.paper(tmp_path / "page.pdf")
     assert 2 <= (tmp_path / "page.pdf").read_bytes().count(b"/Type /Page\n") <= 5
     tab.call("Emulation.setEmulatedMedia", media="print")

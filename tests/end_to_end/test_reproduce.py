@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.data.store import open_store
 from megatron_style.prepare import main as prepare
 from megatron_style.reproduce import main

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import score
@@ -66,9 +66,9 @@ def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
     assert [event["step"] for event in events(folder, "train")] == [1, 2, 3, 4, 5, 6]
     assert all(word in result.stderr for word in ("preflight: stage 2", "step 3: stage 2", "stage 2 is done"))
 
-    board = EventAccumulator(str(run / "tensorboard"))
+    board = EventAccumulator(str(run / "tensorboard" / run.name))
     board.Reload()
-    shown = {(event.step, np.float32(event.value)) for event in board.Scalars("train/loss")}
+    shown = {(event.step, np.float32(event.value)) for event in board.Scalars("loss/train")}
     assert shown == {(event["step"], np.float32(event["loss"])) for event in events(folder, "train")}
 
     model, config = read_model(run / "model")

@@ -19,7 +19,8 @@ from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
-from megatron_style.parallel.randomness import Noise, replicated_dropout, seed_sharded_dropout, sharded_dropout
+from megatron_style.parallel.dropout import replicated_dropout, sharded_relu
+from megatron_style.parallel.randomness import Noise, seed_sharded_dropout
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.runs import tiny_run
@@ -169,7 +170,7 @@ def masks() -> tuple[list[int], list[int]]:
     noise = Noise(5)
     seed_sharded_dropout(noise, tensor_rank=topology.tensor.rank)
     ones = torch.ones(200)
-    return replicated_dropout(ones, 0.5, noise).tolist(), sharded_dropout(ones, 0.5, noise).tolist()
+    return replicated_dropout(ones, 0.5, noise).tolist(), sharded_relu(ones, 0.5, noise).tolist()
 
 
 def test_tensor_ranks_drop_the_same_of_what_they_share_and_not_of_what_they_split() -> None:

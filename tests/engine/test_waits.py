@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections import Counter
+from itertools import count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_style.config.run import RunConfig
+from megatron_style.config.run import OutputConfig, RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
@@ -63,7 +67,7 @@ def count_waits(run: RunConfig) -> list[Counter[str]]:
         corpus = open_corpus(run.data)
         schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        stop = StopRequest(StopSignals(), after_seconds=3600.0, device=engine.device)
+        stop = StopRequest(StopSignals(), run.output, engine.device)
         caches: tuple[Memory, ...] = ()
         counted = []
         with Journal(run, schedule, engine, topology, first_step=0) as journal:
@@ -72,7 +76,7 @@ def count_waits(run: RunConfig) -> list[Counter[str]]:
                     plan = schedule.plan(step)
                     loss, caches = accumulate_gradients(engine, corpus, plan, caches, topology, run.seed)
                     update = engine.update(0.1)
-                    assert stop.agreed() is None
+                    assert stop.agreed() == (None, False)
                     journal.step(plan, loss, update, 1.0, show=show)
                 counted.append(waits.by)
         return counted[2:]  # in the first ones ZeRO 3 compares its order of weights between the ranks
@@ -85,7 +89,7 @@ def test_at_most_one_wait_is_ours(tmp_path: Path, zero: int, half: bool) -> None
         stages=[{"segment_length": 8, "steps": 5, "micro_rows": 2}],
         tokens_per_batch=48,
         data={"train": str(tmp_path / "train"), "valid": str(tmp_path / "valid"), "vocab_size": VOCAB_SIZE},
-        output={"path": str(tmp_path / "run")},
+        output={"path": str(tmp_path / "run"), "stop_after": "1h", "save_every": "30m"},
         deepspeed=str(write_ds_config(tmp_path, zero_optimization={"stage": zero}, bf16={"enabled": half})),
     )
     unseen, shown = run_ranks(2, count_waits, run)[0]
@@ -96,13 +100,41 @@ def test_at_most_one_wait_is_ours(tmp_path: Path, zero: int, half: bool) -> None
 
 def agree_on_a_signal() -> list[str | None]:
     rank = int(os.environ["RANK"])
-    stop = StopRequest(StopSignals(), after_seconds=None, device=torch.device("cpu"))
-    verdicts = [stop.agreed()]
+    stop = StopRequest(StopSignals(), OutputConfig(path=Path("run")), torch.device("cpu"))
+    verdicts = [stop.agreed().stop]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
-    return verdicts + [stop.agreed() for _ in range(3)]
+    return verdicts + [stop.agreed().stop for _ in range(3)]
 
 
 def test_all_ranks_leave_after_the_step_that_follows_a_request() -> None:
     verdicts = run_ranks(3, agree_on_a_signal)
     assert verdicts == [[None, None, "a signal asked for it", "a signal asked for it"]] * 3
+
+
+def agree_on_saves() -> list[bool]:
+    """Take twelve steps of 0.1 s, by a clock of this rank's own."""
+    tick = count(int(os.environ["RANK"]))
+    with patch("megatron_style.supervision.stop.time", SimpleNamespace(monotonic=lambda: 0.1 * next(tick))):
+        stop = StopRequest(StopSignals(), OutputConfig(path=Path("run"), save_every="0.35s"), torch.device("cpu"))
+        return [stop.agreed().save for _ in range(12)]
+
+
+def test_all_ranks_save_after_the_step_that_follows_the_time() -> None:
+    """One clock decides, and none of the ranks waits for it in the step itself."""
+    verdicts = run_ranks(3, agree_on_saves)
+    assert verdicts == [verdicts[0]] * 3
+    assert verdicts[0].count(True) == 2
+    assert not any(before and after for before, after in pairwise(verdicts[0]))
+
+
+def save_for_another_reason() -> list[bool]:
+    stop = StopRequest(StopSignals(), OutputConfig(path=Path("run"), save_every="0.05s"), torch.device("cpu"))
+    time.sleep(0.1)
+    first = stop.agreed().save  # asks for a save
+    stop.saved()  # at the end of a stage, say
+    return [first, stop.agreed().save]
+
+
+def test_a_save_for_another_reason_replaces_the_one_that_is_due() -> None:
+    assert run_ranks(2, save_for_another_reason) == [[False, False]] * 2

@@ -51,8 +51,8 @@ def test_auxiliary_losses_are_means_over_micro_batches_and_ranks(tmp_path: Path)
         assert split.auxiliary == pytest.approx(alone.auxiliary, rel=1e-5)
         assert alone.auxiliary["ids"] > 1
         assert alone.auxiliary["double"] == pytest.approx(2 * (alone.loss or 0), rel=1e-5)
-    board = EventAccumulator(str(RunFolder(tmp_path / "ranks2").tensorboard)).Reload()
-    points = [point.value for point in board.Scalars("train/auxiliary/ids")]
+    board = EventAccumulator(str(RunFolder(tmp_path / "ranks2").tensorboard / "ranks2")).Reload()
+    points = [point.value for point in board.Scalars("loss_auxiliary/ids")]
     assert points == pytest.approx([event.auxiliary["ids"] for event in two if event.auxiliary])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.base.events import SampleEvent, TrainEvent, ValidEvent, read_events
 from megatron_style.base.run_folder import RunFolder
@@ -15,6 +14,7 @@ from megatron_style.reporting.history import read_runs
 from megatron_style.reporting.page import page
 from megatron_style.train import train
 from tests.support.blends import SIZES, blend_in, with_data, write_blend
+from tests.support.boards import board as board_of
 from tests.support.resuming import make_run
 
 pytestmark = pytest.mark.slow
@@ -50,14 +50,14 @@ def test_losses_are_recorded_and_drawn_by_name(folder: Path, capfd: pytest.Captu
     assert len({event.text_digest for event in evaluations}) == 2
     assert len([event for event in events if isinstance(event, SampleEvent)]) == 2  # of the main text only
 
-    board = EventAccumulator(str(RunFolder(run.output.path).tensorboard)).Reload()
+    board = board_of(run)
     for name in SIZES:
-        points = [point.value for point in board.Scalars(f"train/loss/{name}")]
+        points = [point.value for point in board.Scalars(f"loss/train/{name}")]
         assert points == pytest.approx([event.by_source[name] for event in losses if event.by_source])
         held_out = [event.loss for event in evaluations if event.name == name]
-        assert [point.value for point in board.Scalars(f"valid/loss/{name}")] == pytest.approx(held_out)
+        assert [point.value for point in board.Scalars(f"loss/valid/{name}")] == pytest.approx(held_out)
     main = [event.loss for event in evaluations if event.is_main]
-    assert [point.value for point in board.Scalars("valid/loss")] == pytest.approx(main)
+    assert [point.value for point in board.Scalars("loss/valid")] == pytest.approx(main)
 
     (history,) = read_runs([run.output.path])
     assert [valid.loss for valid in history.held_out] == main

@@ -11,10 +11,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.plugin_util import markdown_to_safe_html
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.api_pb2 import DataType
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from megatron_style.config.run import RunConfig
+from megatron_style.base.launches import read_launches
+from megatron_style.config.run import RunConfig, WatchConfig
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.inference.held_out import HeldOut
 from megatron_style.journal import metrics_file as metrics
@@ -143,15 +147,64 @@ def test_hparams_read_back(whole: RunConfig) -> None:
     content = board(whole).PluginTagToContent("hparams")
     found = {tag.split("/")[1]: HParamsPluginData.FromString(data) for tag, data in content.items()}
     settings = dict(found["session_start_info"].session_start_info.hparams)
-    assert settings["model.layers"].number_value == 2
-    assert settings["stages.1.segment_length"].number_value == 24
-    assert settings["optimizer.learning_rate.peak"].number_value == 0.1
-    assert settings["model.vocabulary.cutoffs"].string_value == "[10, 20]"
+    assert settings["settings.model.layers"].number_value == 2
+    assert settings["settings.stages.1.segment_length"].number_value == 24
+    assert settings["settings.optimizer.learning_rate.peak"].number_value == 0.1
+    assert settings["settings.model.vocabulary.cutoffs"].string_value == "[10, 20]"
     metrics = [info.name.tag for info in found["experiment"].experiment.metric_infos]
-    assert metrics == ["valid/loss", "valid/perplexity", "speed/tokens_per_second"]
+    assert metrics == ["loss/valid", "perplexity/valid", "speed/tokens_per_second"]
     assert found["session_end_info"].session_end_info.status == 1  # success
-    folders = [path for path in (whole.output.path / "tensorboard").iterdir() if path.is_dir()]
-    assert [path.name for path in folders] == ["by_tokens"]
+    assert settings["settings.model.cache"].bool_value is True
+    assert settings["settings.model.cache"].WhichOneof("kind") == "bool_value"
+    assert settings["lengths"].string_value == "8, 24"
+    assert settings["parameters"].number_value > 1000
+    assert settings["ranks"].number_value == 1
+    columns = {info.name: DataType.Name(info.type) for info in found["experiment"].experiment.hparam_infos}
+    assert columns["settings.model.cache"] == "DATA_TYPE_BOOL"
+    assert sorted(columns)[:5] == ["layers", "learning_rate", "lengths", "parameters", "ranks"]
+
+
+def test_one_log_folder_has_one_axis_and_is_named_by_the_run(whole: RunConfig, tmp_path: Path) -> None:
+    logs = EventMultiplexer().AddRunsFromDirectory(str(whole.output.path / "tensorboard"))
+    assert list(logs.Runs()) == ["run"]
+    assert not (whole.output.path / "tensorboard_by_tokens").exists()
+    both = whole.model_copy(update={"watch": WatchConfig(by_tokens=True)})
+    Driver(both).go(16).finish()
+    expect_points(both)
+    logs = EventMultiplexer().AddRunsFromDirectory(str(whole.output.path / "tensorboard_by_tokens"))
+    assert list(logs.Runs()) == ["run"]
+
+
+def test_losses_come_first_and_every_chart_of_the_layout_has_its_points(whole: RunConfig) -> None:
+    found = board(whole)
+    tags = found.Tags()["scalars"]
+    assert min(tag.split("/")[0] for tag in tags) == "loss"
+    (config,) = found.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(config.tensor_proto.string_val[0])
+    charts = {chart.title: chart.multiline.tag for category in layout.category for chart in category.chart}
+    for title, patterns in charts.items():
+        assert any(re.search(pattern, tag) for pattern in patterns for tag in tags), title
+    assert "loss, nats per token" in charts
+
+
+def test_a_run_in_a_folder_of_another_name_has_its_points_once(whole: RunConfig, tmp_path: Path) -> None:
+    renamed = whole.output.path.rename(tmp_path / "renamed")
+    run = whole.model_copy(update={"output": whole.output.model_copy(update={"path": renamed})})
+    Driver(run, first_step=16).finish()
+    logs = EventMultiplexer().AddRunsFromDirectory(str(renamed / "tensorboard"))
+    assert list(logs.Runs()) == ["renamed"]
+    expect_points(run)
+
+
+def test_a_launch_leaves_a_line(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    Driver(run).go(4, saves=(4,)).finish()
+    Driver(run, first_step=4).finish()
+    first, second = read_launches(run.output.path / "launches.jsonl")
+    assert (first.step, second.step) == (0, 4)
+    assert (first.data, first.tensor, first.zero, first.precision, first.device) == (1, 1, 0, "fp32", "cpu")
+    assert (first.total_steps, first.corpus_tokens) == (16, 1200)
+    assert first.began is not None
 
 
 def test_a_run_that_will_go_on_has_not_ended_its_session(tmp_path: Path) -> None:
@@ -217,8 +270,8 @@ def test_lines_of_an_older_version_are_carried_on(tmp_path: Path) -> None:
     lines = [{k: v for k, v in event.items() if k not in newer.split()} for event in events(run)]
     path.write_text("".join(json.dumps(event) + "\n" for event in lines))
     Driver(run, first_step=6).go(16).finish()
-    assert [p.step for p in board(run).Scalars("train/loss")] == [event["step"] for event in events(run, "train")]
-    assert [p.step for p in board(run).Scalars("speed/flops")] == [8, 9, 10, 12, 14, 16]
+    assert [p.step for p in board(run).Scalars("loss/train")] == [event["step"] for event in events(run, "train")]
+    assert [p.step for p in board(run).Scalars("progress/flops")] == [8, 9, 10, 12, 14, 16]
 
 
 def test_the_time_left_counts_what_the_last_stage_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +293,7 @@ def test_the_time_left_counts_what_the_last_stage_costs(tmp_path: Path, capsys: 
 def test_monitors_of_deepspeed_are_told(tmp_path: Path) -> None:
     driver = Driver(a_run(tmp_path)).go(4)
     told = {tag for values in driver.told for tag in values}
-    assert {"train/loss", "valid/perplexity", "speed/tokens_per_second"} <= told
+    assert {"loss/train", "perplexity/valid", "speed/tokens_per_second"} <= told
 
 
 def test_a_peak_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_style.model.kernels import attend, causal_mask
+from megatron_style.model.kernels.attend import attend, causal_mask
 
 
 @pytest.mark.parametrize(

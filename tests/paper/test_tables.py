@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.paper.measures import Evaluated
 from megatron_style.paper.memory import PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.planning.estimate import Extent, extents_of
 from megatron_style.schedule.stages import StageSchedule
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.model.shape import count_parameters
 from megatron_style.paper.memory import KERNELS_OF_2020, WIKITEXT_VOCAB, PlannedStage, largest_batch
 from megatron_style.paper.runs import Model

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.run import RunConfig, load_run
+from megatron_style.config.run import RunConfig
+from megatron_style.config.run_file import load_run
 from megatron_style.model.positions import SinusoidalPositions
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.peak_memory import peak_memory

@@ -11,9 +11,9 @@ import pytest
 from megatron_style.base.errors import UserError
 from megatron_style.base.events import SaveEvent, line_of
 from megatron_style.base.units import TIME
+from megatron_style.reporting.comparison import stage_figures
 from megatron_style.reporting.history import Place, read_run, read_runs
 from megatron_style.reporting.page import page
-from megatron_style.reporting.stages import stage_figures
 from tests.support.written_runs import SHORTFORMER, WrittenRun, WrittenStage, write_run
 
 
@@ -73,7 +73,7 @@ def test_settings_are_one_value_a_key_and_null_is_not_set(tmp_path: Path) -> Non
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
     folders = [write_lines(tmp_path / "a" / "run"), write_lines(tmp_path / "b" / "run"), write_lines(tmp_path / "c")]
-    assert [run.name for run in read_runs(folders)] == [str(folders[0]), str(folders[1]), "c"]
+    assert [run.name for run in read_runs(folders)] == ["a/run", "b/run", "c"]
 
 
 def test_figures_of_stages_add_up(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def press(self, key: str, code: int) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
     def picture(self, path: Path) -> None:
         """Save a screenshot of the entire page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)

@@ -29,7 +29,7 @@ from megatron_style.checkpoint.manifest import FILE as MANIFEST
 from megatron_style.checkpoint.manifest import Damaged, read_manifest
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.config.run import load_run
+from megatron_style.config.run_file import load_run
 from megatron_style.data.index import DOCUMENT_COUNT, HEADER, MAGIC
 from megatron_style.data.readers.chunks import ReadOptions, chunks_of
 from megatron_style.data.readers.inputs import find_inputs
@@ -252,7 +252,7 @@ def resumption(folder: Path) -> Target:
             _reseal(file.parent / MANIFEST)
 
     def read(file: Path) -> None:
-        origin = CheckpointStore(run, topology).newest()
+        origin = CheckpointStore(run, topology).origin()
         assert origin is not None
         origin.load(engine, StageSchedule(run, corpus_tokens=1200, data_parallel=1, history=origin.history))
 

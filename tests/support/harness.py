@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
-    model = HFLM(pretrained=task["folder"], trust_remote_code=True, device="cpu", batch_size=3)
+    model = HFLM(pretrained=task["folder"], trust_remote_code=True, prefix_token_id=2, device="cpu", batch_size=3)
     rolling = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in task["texts"]]
     continuations = [Instance("loglikelihood", {}, tuple(pair), 0) for pair in task["pairs"]]
     found = {

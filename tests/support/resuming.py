@@ -17,6 +17,7 @@ from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.supervision.stop import Asked
 from megatron_style.train import train
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_ds_config
@@ -32,9 +33,11 @@ class HaltAfter:
     def __init__(self, steps: int) -> None:
         self._left = steps
 
-    def agreed(self) -> str | None:
+    def agreed(self) -> Asked:
         self._left -= 1
-        return "the test asked for it" if self._left == 0 else None
+        return Asked("the test asked for it", True) if self._left == 0 else Asked(None, False)
+
+    def saved(self) -> None: ...
 
 
 def make_run(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_style.model.kernels import attend_in_blocks, causal_mask
+from megatron_style.model.kernels.attend import attend_in_blocks, causal_mask
 from megatron_style.model.routing import cluster_loss, gathered, nearest, normed, scattered, tally_of, top_places
 from tests.support.transformer_xl import Arrays
 
@@ -33,8 +33,7 @@ class Release:
     shared: bool
     norm_after: bool
     places: list[Tensor] = field(default_factory=list)
-    tallies: list[Tensor] = field(default_factory=list)
-    members: list[Tensor] = field(default_factory=list)
+    vectors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # queries and keys of each routing layer
 
     @classmethod
     def recorded(cls, arrays: Arrays) -> Release:
@@ -66,24 +65,28 @@ class Release:
 
     @torch.no_grad()
     def train(self, ids: Tensor) -> None:
-        """Move the centroids as a training step of the authors' code does, where queries are keys. Their counts mix
-        heads and places, by a reshape without a transpose."""
-        assert self.shared
-        self.tallies.clear()
-        self.members.clear()
+        """Move the centroids as a training step of the authors' code does: once where queries are keys; else first by
+        the keys, and then by the queries, whose clusters are those of the centroids that the keys have moved."""
+        self.vectors.clear()
         self.features(ids[:, :-1])
-        of_queries = zip(self.tallies[::2], self.members[::2], strict=True)
-        for layer, (tally, member) in enumerate(of_queries, start=self.first_layer):
-            name = f"decoder_layer_{layer}.self_attention.self_attention.{_CLUSTERS}"
-            clusters = tally.shape[1]
-            mixed_up = F.one_hot(member, clusters).double().reshape(-1, ROUTING_HEADS, clusters).sum(0)
-            sums = self.weights[f"{name}.ema_means"].lerp(tally[..., :-1], _RATE)
-            counts = self.weights[f"{name}.ema_count"].lerp(mixed_up, _RATE)
-            total = counts.sum(-1, keepdim=True)
-            smoothed = (counts + _COUNT_EPS) / (total + clusters * _COUNT_EPS) * total
-            self.weights[f"{name}.ema_means"] = sums
-            self.weights[f"{name}.ema_count"] = counts
-            self.weights[f"{name}.means"] = sums / smoothed[..., None]
+        for layer, (queries, keys) in enumerate(self.vectors, start=self.first_layer):
+            for x in (queries,) if self.shared else (keys, queries):
+                self._move(x, layer)
+
+    def _move(self, x: Tensor, layer: int) -> None:
+        """Do one step of the moving averages. Their counts mix heads and places, by a reshape without a transpose."""
+        name = f"decoder_layer_{layer}.self_attention.self_attention.{_CLUSTERS}"
+        means = self.means(layer)
+        clusters = means.shape[1]
+        member = nearest(x, means)
+        mixed_up = F.one_hot(member, clusters).double().reshape(-1, ROUTING_HEADS, clusters).sum(0)
+        sums = self.weights[f"{name}.ema_means"].lerp(tally_of(x, member, clusters)[..., :-1], _RATE)
+        counts = self.weights[f"{name}.ema_count"].lerp(mixed_up, _RATE)
+        total = counts.sum(-1, keepdim=True)
+        smoothed = (counts + _COUNT_EPS) / (total + clusters * _COUNT_EPS) * total
+        self.weights[f"{name}.ema_means"] = sums
+        self.weights[f"{name}.ema_count"] = counts
+        self.weights[f"{name}.means"] = sums / smoothed[..., None]
 
     def means(self, layer: int) -> Tensor:
         return self.weights[f"decoder_layer_{layer}.self_attention.self_attention.{_CLUSTERS}.means"]
@@ -120,12 +123,9 @@ class Release:
         means = self.means(layer).detach()
         queries = normed(q)
         keys = queries if self.shared else normed(k)
-        loss = q.new_zeros(())
-        for x in (queries, keys):
-            member = nearest(x, means)
-            loss = loss + _LOSS_WEIGHT * cluster_loss(x, means, member)
-            self.members.append(member)
-            self.tallies.append(tally_of(x, member, means.shape[1]))
+        self.vectors.append((queries, keys))
+        losses = [cluster_loss(x, means, nearest(x, means)) for x in (queries, keys)]
+        loss = _LOSS_WEIGHT * (losses[0] + losses[1])
         of_queries, of_keys = (top_places(x @ means.transpose(1, 2), WINDOW) for x in (queries, keys))
         self.places.append(of_queries)
         chosen = gathered(queries, of_queries), gathered(keys, of_keys), gathered(v, of_keys)

@@ -64,7 +64,7 @@ def each_chunk(
 ) -> Iterator[Done[Result]]:
     """Map over all chunks of the files after the first `skip`, and show the progress."""
     left = files[skip:]
-    total = sum(file.path.stat().st_size for file in left)
+    total = sum(file.size for file in left)
     is_known = not any(file.compression or file.format in ("parquet", "arrow") for file in left)
     complete = skip
     with byte_progress(label, total if is_known else None) as advance:
@@ -108,7 +108,7 @@ def encode_split(
         lines=writer.lines,
         tokens=writer.tokens,
         documents=writer.done.documents,
-        bytes=sum(file.path.stat().st_size for file in files),
+        bytes=sum(file.size for file in files),
         sha256=writer.sha256,
     )
     passes.work.save(prefix.name, {"files": len(files), "written": {}, "counts": asdict(counts)})

@@ -43,6 +43,7 @@ from megatron_style.data.tokenizer import (
 )
 
 _RECORD_FORMAT = 1
+_MANY_UNKNOWN = 0.02  # of the words of a held-out text
 _FILES_OF_KINDS = {"words": DICTIONARY_FILE, "bpe": BPE_FILE, "pretrained": PRETRAINED_FILE}
 _REPLACE_HINT = "use --overwrite to replace it, or another folder"
 _STORE_SUFFIXES = (".bin", ".idx", DOCUMENTS_SUFFIX, RECORD_SUFFIX)
@@ -63,6 +64,7 @@ class Recipe:
     reading: ReadOptions = field(default_factory=ReadOptions)
     dialect: str = "fairseq"  # of the stores
     end_of_document: str | None = None  # the token that follows each document
+    valid_share: float | None = None  # of the training files that is held out
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as the record keeps them; those of later versions only where they are not the default."""
@@ -72,14 +74,15 @@ class Recipe:
             "format": self.dialect,
             "end_of_document": self.end_of_document,
             "imported": self.imported and import_tokenizer(self.imported, self.end_of_document).digest,
+            "valid_share": self.valid_share,
         }
-        defaults = {"key": "text", "skip_bad": False, "format": "fairseq", "end_of_document": None, "imported": None}
+        defaults = {"key": "text", "skip_bad": False, "format": "fairseq"}
         return {
             "tokenizer": self.tokenizer,
             "vocab_size": self.vocab_size,
             "threshold": self.threshold,
             "dictionary": None if self.dictionary is None else _tokenizer_digest(self.dictionary),
-            **{name: value for name, value in later.items() if value != defaults[name]},
+            **{name: value for name, value in later.items() if value != defaults.get(name)},
         }
 
 
@@ -113,6 +116,11 @@ def _prepare(recipe: Recipe, identity: Mapping[str, Any], passes: Passes) -> dic
         if not counts.tokens:
             raise UserError(f"--{split}: nothing is left of its text; see the parts that were left out above")
         splits[split] = asdict(counts)
+        if split != "train" and counts.unknown > _MANY_UNKNOWN * counts.words:
+            log(
+                f"warning: {counts.unknown / counts.words:.1%} of the words of {split} are unknown, and a model cannot "
+                f"tell them apart; prepare it with --tokenizer bpe, or with more words"
+            )
     return _record(identity, tokenizer, splits, options.end_of_document)
 
 
@@ -173,7 +181,7 @@ def _identity(recipe: Recipe, pool: WorkerPool) -> dict[str, Any]:
 
 
 def _source(file: InputFile, digest: str) -> dict[str, Any]:
-    return {"name": file.name, "bytes": file.path.stat().st_size, "sha256": digest}
+    return {"name": file.name, "bytes": file.size, "sha256": digest}
 
 
 def _tokenizer_digest(path: Path) -> str:

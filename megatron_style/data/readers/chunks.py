@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megatron_style.base.errors import UserError
 from megatron_style.data.readers.columns import Texts, arrow_rows, parquet_rows
@@ -89,18 +88,18 @@ def chunks_of(files: Iterable[InputFile], options: ReadOptions) -> Iterator[Chun
 
 def _lines(file: InputFile, options: ReadOptions) -> Iterator[ByteRange | Lines]:
     if file.compression is None:
-        return _ranges(file.path, options.chunk_bytes)
+        return _ranges(file, options.chunk_bytes)
     return _streamed(blocks_of(file.path, file.compression), options.chunk_bytes)
 
 
-def _ranges(path: Path, chunk_bytes: int) -> Iterator[ByteRange]:
-    size = path.stat().st_size
-    start = 0
-    with path.open("rb") as file:
-        while start < size:
-            file.seek(start + chunk_bytes - 1)
-            file.readline()  # to the end of the last line, however long it is
-            end = min(file.tell(), size)
+def _ranges(file: InputFile, chunk_bytes: int) -> Iterator[ByteRange]:
+    start = file.start
+    last = start + file.size
+    with file.path.open("rb") as content:
+        while start < last:
+            content.seek(start + chunk_bytes - 1)
+            content.readline()  # to the end of the last line, however long it is
+            end = min(content.tell(), last)
             yield ByteRange(start, end)
             start = end
 

@@ -38,6 +38,13 @@ class InputFile:
     name: str  # in records, which do not name the folder
     format: str = "text"
     compression: str | None = None
+    start: int = 0  # the part that is read, in bytes, from one line end to another
+    end: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes that are read."""
+        return (self.path.stat().st_size if self.end is None else self.end) - self.start
 
     @classmethod
     def at(cls, path: Path, name: str | None = None) -> InputFile:

@@ -6,8 +6,9 @@ tokenizer, an unknown word for a word tokenizer. (Our own word tokenizer reads i
 literal `<pad>` is padding for a byte-pair tokenizer, as all named tokens are in that library; `<s>` and `<unk>` are not
 named there, and remain text.
 
-The line end begins and ends a text, so it is also the library's bos and eos token, and the library leaves it out in
-`decode(skip_special_tokens=True)`. No token is added before or after a text unless asked for.
+The library leaves every named token out in `decode(skip_special_tokens=True)`, which its pipelines use, and would glue
+lines together. So the line end is not named as bos or eos token, although the model was trained to begin a text after
+one: `bos_token_id` and `eos_token_id` of the model's own config have its id. No token is added before or after a text.
 """
 
 from __future__ import annotations
@@ -48,8 +49,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         return
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": LINE_END,
-        "eos_token": LINE_END,
         "pad_token": SPECIALS[PAD],
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
@@ -114,4 +113,4 @@ def _renamed(text: str, line_end: str, specials: list[tuple[int, str]]) -> str:
 
 def _added(index: int, name: str) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": name, **flags, "special": True}
+    return {"id": index, "content": name, **flags, "special": name != LINE_END}

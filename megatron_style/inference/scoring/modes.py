@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from megatron_style.base.errors import UserError
-from megatron_style.config.model import EvaluationMode, ModelFolderConfig
+from megatron_style.config.model import EvaluationMode, ModelConfig, ModelFolderConfig
 from megatron_style.inference.decoder import Decoder
 from megatron_style.inference.scoring.protocol import Protocol, Request, rows_at_once
 from megatron_style.inference.scoring.reader import Part, Reader, Window
@@ -243,6 +243,11 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
         if size % request.tensor:
             raise UserError(f"--tensor {request.tensor}: must divide the model's {name} ({size})")
     return MODES[request.mode].protocol(request, config, length, tokens=tokens, where=where)
+
+
+def own_mode(model: ModelConfig) -> EvaluationMode:
+    """Return the mode that reads a text as the model was trained to."""
+    return "cached" if model.cache else "nonoverlapping"
 
 
 def contexts(protocol: Protocol, tokens: int) -> tuple[int, int]:

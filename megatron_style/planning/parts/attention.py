@@ -39,7 +39,7 @@ class Attention:
         vectors = batch.own_tokens  # the block's input
         vectors += self._kept_of_segment + self._kept_of_memory
         norm = 2 * batch.own_tokens * FLOAT
-        return vectors * batch.vector_bytes + batch.hidden_mask + norm + self._kept_by_kernel
+        return vectors * batch.vector_bytes + norm + self._kept_by_kernel
 
     @property
     def needed(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts.micro_batch import FLOAT, MASK, MicroBatch, Sent
+from megatron_style.planning.parts.micro_batch import FLOAT, MicroBatch, Sent
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,13 @@ class FeedForward:
         is_gathered = batch.is_split and not batch.recalls
         vectors = batch.own_tokens + (batch.tokens if is_gathered else batch.own_tokens)  # before and after the norm
         norm = 2 * batch.own_tokens * FLOAT
-        inner = batch.element_bytes
-        if batch.model.dropout.activation:
-            inner = 2 * batch.element_bytes + MASK  # before and after
-        return vectors * batch.vector_bytes + batch.hidden_mask + norm + batch.tokens * self._inner_size * inner
+        return vectors * batch.vector_bytes + norm + batch.tokens * self._inner_size * batch.element_bytes
 
     @property
     def needed(self) -> float:
         """Return the bytes of the gradients that are alive at once in its backward pass."""
-        inner = 1 if self.batch.model.dropout.activation else 2  # a dropped copy is gone when the second one is made
         D = self.batch.model.hidden_size
-        wide = inner * self._inner_size + D
+        wide = 2 * self._inner_size + D
         if self.batch.is_split:  # the input is gathered again, or its gradient is about to be scattered
             wide = max(wide, self._inner_size + 2 * D)
         return self.batch.tokens * wide * self.batch.element_bytes

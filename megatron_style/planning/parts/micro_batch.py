@@ -11,7 +11,6 @@ from megatron_style.schedule.stages import Stage
 PASSES = 3  # for each product of forward, backward computes two: the gradients of the input and of the weight
 FLOAT = 4  # bytes
 LONG = 8  # bytes
-MASK = 1  # bytes per element that may be dropped
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,9 @@ class MicroBatch:
         return self.own_tokens * self.vector_bytes
 
     @property
-    def hidden_mask(self) -> float:
-        """Return the bytes of a mask of vectors between layers, if any of them are dropped."""
-        return self.own_tokens * self.model.hidden_size * MASK if self.model.dropout.hidden else 0
-
-    @property
     def plain_mask_bytes(self) -> int:
         """Return the bytes per element of the mask that torch's plain attention keeps."""
-        return MASK if self.setup.kernels.byte_masks else FLOAT
+        return 1 if self.setup.kernels.byte_masks else FLOAT
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_style.planning.parts.micro_batch import FLOAT, LONG, MASK, MicroBatch, Sent
+from megatron_style.planning.parts.micro_batch import FLOAT, LONG, MicroBatch, Sent
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,7 @@ class Vocabulary:
         batch = self.batch
         looked_up = batch.tokens / batch.setup.tensor * batch.model.hidden_size
         elements = looked_up + self._narrow_elements
-        return (
-            elements * batch.element_bytes + batch.hidden_mask + 4 * batch.tokens * LONG
-        )  # where each token is, here and in the loss
+        return elements * batch.element_bytes + 4 * batch.tokens * LONG  # where each token is, here and in the loss
 
     @property
     def kept(self) -> float:
@@ -58,15 +56,9 @@ class Vocabulary:
         return 0.0
 
     @property
-    def _drops(self) -> bool:
-        """True if the inputs of the loss are dropped out."""
-        return False
-
-    @property
     def _scored(self) -> int:
-        """Return the bytes of the vectors that are scored, and of their mask."""
-        mask = self.batch.model.hidden_size * MASK * self._drops
-        return self.batch.tokens * (self.batch.vector_bytes + mask)
+        """Return the bytes of the vectors that are scored."""
+        return self.batch.tokens * self.batch.vector_bytes
 
     @property
     def _scores(self) -> tuple[float, ...]:
@@ -121,16 +113,11 @@ class AdaptiveVocabulary(Vocabulary):
         return sum(self.batch.tokens * share / setup.tensor * band.width for band, share in shares)
 
     @property
-    def _drops(self) -> bool:
-        return self.batch.model.dropout.softmax > 0
-
-    @property
     def _kept_by_bands(self) -> tuple[float, ...]:
         setup = self.batch.setup
         head, *tails = super()._kept_by_bands
         kept = [head]
         for band, share, scores in zip(setup.bands[1:], setup.band_shares[1:], tails, strict=True):
             inputs = (setup.model.hidden_size + band.width) * self.batch.element_bytes
-            mask = band.width * MASK * self._drops
-            kept.append(self.batch.tokens * share * (inputs + mask) + scores)
+            kept.append(self.batch.tokens * share * inputs + scores)
         return tuple(kept)
