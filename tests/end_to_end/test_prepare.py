@@ -110,7 +110,8 @@ def test_the_record_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "a").write_text("x y x\n\nx\n")
     (tmp_path / "b").write_text("x z")
     out = tmp_path / "out"
-    assert exit_code("--train", tmp_path / "a", "--valid", tmp_path / "b", "--output", out, "--json") == 0
+    flags = ["--train", tmp_path / "a", "--valid", tmp_path / "b", "--tokenizer", "words"]
+    assert exit_code(*flags, "--output", out, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["status"], shown["vocab_size"], shown["valid_unknown"]) == ("written", 8, 1)
     record = json.loads((out / "corpus.json").read_text())
@@ -150,7 +151,7 @@ def test_ranks_of_mpirun_write_the_same_bytes_and_speak_once(tmp_path: Path, tex
 
 def test_a_ten_megabyte_line_is_a_line_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("first\n" + "word " * 2_000_000 + "\nlast")
-    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt"]
+    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt", "--tokenizer", "words"]
     assert exit_code(*flags, "--output", tmp_path / "out", "--workers", 2) == 0
     assert open_store(tmp_path / "out" / "train").line_sizes.tolist() == [2, 2_000_001, 2]
 
@@ -217,7 +218,7 @@ def test_another_recipe_is_refused_unless_told_to_overwrite(
     tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert exit_code(*text, "--output", out) == 0
+    assert exit_code(*text, "--tokenizer", "words", "--output", out) == 0
     before = content(out)
     assert exit_code(*text, "--threshold", 3, "--output", out) == 2
     assert "its threshold is 0, not 3" in capsys.readouterr().err
@@ -260,7 +261,7 @@ BAD_FLAGS = {
     "a folder without text": (["--train", "{dir}/folder", "--valid", "{dir}/valid.txt"], "folder: holds no file whose"),
     "a pattern without files": (["--train", "{dir}/*.xml", "--valid", "{dir}/valid.txt"], "no file matches"),
     "a token that is none": (
-        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--end-of-document", "<eod>"],
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "1", "--end-of-document", "<eod>"],
         "--end-of-document <eod>: the tokenizer has no such token",
     ),
     "the token of line ends": (
@@ -269,14 +270,14 @@ BAD_FLAGS = {
     ),
     "byte pairs that a text may have": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--tokenizer", "bpe", "--end-of-document", "w"],
-        "--end-of-document w: documents have this token, too; name <s> or <pad>",
+        "--end-of-document w: is not a special token of byte pairs; name <s> or <pad>",
     ),
     "an empty file": (["--train", "{dir}/empty.txt", "--valid", "{dir}/valid.txt"], "empty.txt: is empty"),
     "binary garbage": (["--train", "{dir}/train.txt", "--valid", "{dir}/garbage.txt"], "garbage.txt: byte 5 is"),
     "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),
     "a corpus and files": (["--corpus", "sotu", "--train", "{dir}/train.txt"], "brings its own files"),
     "nothing": ([], "nothing to prepare"),
-    "no validation text": (["--train", "{dir}/train.txt"], "--valid FILE"),
+    "no validation text": (["--train", "{dir}/train.txt"], "--valid: missing; give held-out files"),
     "too high a threshold": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "999999"],
         "--threshold 999999 leaves no words",
@@ -402,7 +403,7 @@ def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     valid = write_text(tmp_path / "valid.txt", 10_000)
-    assert exit_code("--train", valid, "--valid", valid, "--output", tmp_path / "small") == 0
+    assert exit_code("--train", valid, "--valid", valid, "--tokenizer", "words", "--output", tmp_path / "small") == 0
     block = valid.read_bytes()
     peaks = []
     for megabytes in (32, 64):
@@ -535,7 +536,7 @@ def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[s
 def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x y\\nx"}\n{"body": ""}\n{"other": 1}\n{"body": "y"}\n')
     (tmp_path / "b.txt").write_text("x\n\ny\n")
-    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json"]
+    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json", "--threshold", 1]
     assert exit_code(*flags, "--output", tmp_path / "bad") == 2
     assert "a.jsonl:3: has no key `body`, but other" in capsys.readouterr().err
     out = tmp_path / "out"
@@ -567,7 +568,7 @@ def test_what_was_left_out_is_named_when_nothing_is_left(
 
 def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x y\\nx"}\n{"text": "y"}\n')
-    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron"]
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron", "--threshold", 1]
     assert exit_code(*flags, "--output", tmp_path / "out") == 0
     index = (tmp_path / "out" / "train.idx").read_bytes()
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
