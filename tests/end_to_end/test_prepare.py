@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,11 +23,13 @@ import pytest
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import UserError
 from megatron_style.data.inspection import RECORD_SUFFIX
+from megatron_style.data.preparation import passes
 from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
+from megatron_style.data.preparation.work import work_folder
 from megatron_style.data.preparation.workers import worker_pool
-from megatron_style.data.readers.chunks import ReadOptions
+from megatron_style.data.readers.chunks import ReadOptions, chunks_of
 from megatron_style.data.readers.inputs import InputFile, find_inputs
-from megatron_style.data.store import open_store
+from megatron_style.data.store import TokenStoreWriter, open_store
 from megatron_style.data.text import file_digest
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.prepare import main
@@ -107,8 +110,8 @@ def test_the_record_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "a").write_text("x y x\n\nx\n")
     (tmp_path / "b").write_text("x z")
     out = tmp_path / "out"
-    words = ["--tokenizer", "words"]
-    assert exit_code("--train", tmp_path / "a", "--valid", tmp_path / "b", "--output", out, "--json", *words) == 0
+    flags = ["--train", tmp_path / "a", "--valid", tmp_path / "b", "--tokenizer", "words"]
+    assert exit_code(*flags, "--output", out, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["status"], shown["vocab_size"], shown["valid_unknown"]) == ("written", 8, 1)
     record = json.loads((out / "corpus.json").read_text())
@@ -159,12 +162,22 @@ def test_byte_pairs_give_the_text_back(tmp_path: Path, text: list[str]) -> None:
     assert decoded == (tmp_path / "valid.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", ["words", "bpe"])
-def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, text: list[str], kind: str) -> None:
-    assert exit_code(*text, "--tokenizer", kind, "--output", tmp_path / "first") == 0
-    assert exit_code(*text, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
+@pytest.mark.parametrize(
+    "end", [[], ["--end-of-document", "<s>"], ["--end-of-document", "w2é", "--format", "megatron"]]
+)
+@pytest.mark.parametrize("kind", [["--threshold", 3], ["--tokenizer", "bpe", "--vocab-size", 400]])
+def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, kind: list[object], end: list[str]) -> None:
+    """A text that is renumbered after it has been counted gets the ids of one that is encoded."""
+    if "bpe" in kind and "w2é" in end:
+        end = ["--end-of-document", "<pad>", *end[2:]]  # byte pairs of a text cannot end documents
+    shards(tmp_path / "in")
+    inputs = ["--train", tmp_path / "in", "--valid", tmp_path / "in" / "a.txt", *end]
+    assert exit_code(*inputs, *kind, "--output", tmp_path / "first") == 0
+    assert exit_code(*inputs, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
     first, second = content(tmp_path / "first"), content(tmp_path / "second")
-    assert {name for name in first if first[name] != second[name]} == {"corpus.json"}
+    assert {name for name in first | second if first.get(name) != second.get(name)} == {"corpus.json"}
+    counts = [json.loads(files["corpus.json"])["splits"] for files in (first, second)]
+    assert counts[0] == counts[1]
 
 
 # An output that exists already
@@ -248,7 +261,7 @@ BAD_FLAGS = {
     "a folder without text": (["--train", "{dir}/folder", "--valid", "{dir}/valid.txt"], "folder: holds no file whose"),
     "a pattern without files": (["--train", "{dir}/*.xml", "--valid", "{dir}/valid.txt"], "no file matches"),
     "a token that is none": (
-        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--end-of-document", "<eod>"],
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "1", "--end-of-document", "<eod>"],
         "--end-of-document <eod>: the tokenizer has no such token",
     ),
     "the token of line ends": (
@@ -257,14 +270,14 @@ BAD_FLAGS = {
     ),
     "byte pairs that a text may have": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--tokenizer", "bpe", "--end-of-document", "w"],
-        "--end-of-document w: documents have this token, too; name <s> or <pad>",
+        "--end-of-document w: is not a special token of byte pairs; name <s> or <pad>",
     ),
     "an empty file": (["--train", "{dir}/empty.txt", "--valid", "{dir}/valid.txt"], "empty.txt: is empty"),
     "binary garbage": (["--train", "{dir}/train.txt", "--valid", "{dir}/garbage.txt"], "garbage.txt: byte 5 is"),
     "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),
     "a corpus and files": (["--corpus", "sotu", "--train", "{dir}/train.txt"], "brings its own files"),
     "nothing": ([], "nothing to prepare"),
-    "no validation text": (["--train", "{dir}/train.txt"], "--valid FILE"),
+    "no validation text": (["--train", "{dir}/train.txt"], "--valid: missing; give held-out files"),
     "too high a threshold": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "999999"],
         "--threshold 999999 leaves no words",
@@ -394,8 +407,7 @@ def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     valid = write_text(tmp_path / "valid.txt", 10_000)
-    words = ["--tokenizer", "words"]
-    assert exit_code("--train", valid, "--valid", valid, *words, "--output", tmp_path / "small") == 0
+    assert exit_code("--train", valid, "--valid", valid, "--tokenizer", "words", "--output", tmp_path / "small") == 0
     block = valid.read_bytes()
     peaks = []
     for megabytes in (32, 64):
@@ -461,6 +473,55 @@ def test_a_preparation_interrupted_anywhere_resumes_with_the_same_bytes(
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_renumbering_that_was_interrupted_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe({"train": files, "valid": files[:1]}, kind, 320, reading=ReadOptions(chunk_bytes=800))
+    prepare_corpus(recipe, tmp_path / "expected", InterruptedPool(10**6))
+    for results in (1, 3, 5):
+        left = iter(range(results))
+
+        class Interrupted(TokenStoreWriter):
+            def append(self, *args: Any) -> None:
+                if next(left, None) is None:  # noqa: B023  used in this round only
+                    raise KeyboardInterrupt
+                super().append(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "TokenStoreWriter", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_corpus(recipe, tmp_path / "out", InterruptedPool(10**6), save_seconds=0)
+        pool = InterruptedPool(10**6)
+        prepare_corpus(recipe, tmp_path / "out", pool, save_seconds=0, overwrite=True)
+        assert content(tmp_path / "out") == content(tmp_path / "expected")
+        valid_chunks = len(list(chunks_of(files[:1], recipe.reading)))
+        assert 10**6 - pool.left == len(files) + valid_chunks  # digests, and nothing of the training text
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_interrupted_work_is_removed_when_the_output_becomes_another(tmp_path: Path) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe({"train": files, "valid": files[:1]}, "words")
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(recipe, tmp_path / "out", InterruptedPool(7), save_seconds=0)
+    (left,) = tmp_path.glob(".out*")
+    with pytest.raises(UserError, match="--threshold 999"):
+        prepare_corpus(replace(recipe, threshold=999), tmp_path / "out", InterruptedPool(100))
+    assert list(tmp_path.glob(".out*")) == [left]
+    prepare_corpus(replace(recipe, threshold=2), tmp_path / "out", InterruptedPool(100))
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_interrupt_before_the_work_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_style.data.preparation.work.fcntl.flock", interrupt)
+    with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "out", {}):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[str]) -> None:
     files = [InputFile.at(Path(path)) for path in text[1::2]]
     recipe = Recipe({"train": files[:1], "valid": files[1:]}, "words")
@@ -479,8 +540,7 @@ def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[s
 def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x y\\nx"}\n{"body": ""}\n{"other": 1}\n{"body": "y"}\n')
     (tmp_path / "b.txt").write_text("x\n\ny\n")
-    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json"]
-    flags += ["--tokenizer", "words"]
+    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json", "--threshold", 1]
     assert exit_code(*flags, "--output", tmp_path / "bad") == 2
     assert "a.jsonl:3: has no key `body`, but other" in capsys.readouterr().err
     out = tmp_path / "out"
@@ -497,10 +557,23 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
     assert store.line_sizes.tolist() == [3, 3, 2, 3, 2, 1, 3]
 
 
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_what_was_left_out_is_named_when_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n[\n')
+    (tmp_path / "b.txt").write_text("x\n")
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "b.txt", "--skip-bad", "--tokenizer", kind]
+    assert exit_code(*flags, "--output", tmp_path / "out") == 2
+    shown = capsys.readouterr().err
+    assert shown.count("left out: ") == 1
+    assert "a.jsonl:1: has no key `text`, but body" in shown
+
+
 def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x y\\nx"}\n{"text": "y"}\n')
-    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron"]
-    assert exit_code(*flags, "--tokenizer", "words", "--output", tmp_path / "out") == 0
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron", "--threshold", 1]
+    assert exit_code(*flags, "--output", tmp_path / "out") == 0
     index = (tmp_path / "out" / "train.idx").read_bytes()
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
     expected += struct.pack("<2i", 5, 2) + struct.pack("<2q", 0, 10) + struct.pack("<3q", 0, 1, 2)
