@@ -56,7 +56,8 @@ def main() -> None:
     if text.tokens is None:
         stores = ", ".join(str(source.path) for source in run.data.sources)
         log(f"{stores}: does not exist yet; vocabulary shares are guessed, the length of an epoch is unknown")
-    log(f"this machine's CPU has {describe_bf16(bf16_instructions())}")
+    if sharding.precision == "bf16":
+        log(f"this machine's CPU has {describe_bf16(bf16_instructions())}")
     if args.picture:
         from megatron_style.planning.picture import draw  # takes a second
 

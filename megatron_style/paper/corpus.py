@@ -50,7 +50,7 @@ def find_source(given: Path | None, scale: ExperimentScale, texts: Sequence[Text
     files = {split: file for split in SPLITS if (file := _text_of(given, split))}
     flags = chain.from_iterable((f"--{split}", str(file)) for split, file in files.items())
     identity = " ".join(map(file_digest, files.values()))
-    return Source(identity, folder, _prepare(*flags, "--output", str(folder)))
+    return Source(identity, folder, _prepare(*flags, "--tokenizer", "words", "--output", str(folder)))
 
 
 def _is_prepared(folder: Path) -> bool:

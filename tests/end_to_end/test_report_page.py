@@ -158,6 +158,7 @@ def test_the_values_are_reached_by_keyboard_one_chart_per_stop(tab: Tab, page: P
     assert "short<former, training: " in second["text"]
 
 
+@pytest.mark.slow
 def test_the_page_prints_on_light_paper(tab: Tab, page: Path, tmp_path: Path) -> None:
     tab.look(page, width=1280, dark=True)
     tab.paper(tmp_path / "page.pdf")

@@ -43,6 +43,7 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, int, int]:
     return tiny_run(stages=stages, tokens_per_batch=24, cache=cache), tokens, data_parallel
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(runs(), st.sampled_from([GROUP, 8]))
 def test_every_token_of_an_epoch_is_trained_exactly_once(case: tuple[RunConfig, int, int], group: int) -> None:
