@@ -124,7 +124,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         main()
     except UserError as error:
         if is_first_of_host():  # all processes of a host find the same mistake
-            last_words(f"error: {error}")
+            last_words(f"error: {error}", EXIT_BAD_INPUT)
         sys.exit(EXIT_BAD_INPUT)
     except OnlyChecked as note:
         if is_first_of_host():
@@ -137,22 +137,22 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         log("interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except Diverged as error:
-        last_words(f"error: {error}")
+        last_words(f"error: {error}", EXIT_DIVERGED)
         sys.exit(EXIT_DIVERGED)
     except (OSError, RunFailed) as error:
-        last_words(f"error: {error}")
+        last_words(f"error: {error}", EXIT_FAILED)
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_DONE)
 
 
-def last_words(line: str) -> None:
-    """Log the error with which this process ends, and leave it where the launch that started it can repeat it: most
-    launchers write lines of their own after it."""
+def last_words(line: str, code: int) -> None:
+    """Log the error with which this process ends, and leave it, under the name of its exit code, where the launch that
+    started it can repeat both: most launchers write lines of their own after it, and some exit with another code."""
     log(line)
     folder = os.environ.get(LAST_WORDS)
     with suppress(OSError):  # on other hosts there is no such folder
         if folder:
-            (Path(folder) / str(os.getpid())).write_text(line, encoding="utf-8")
+            (Path(folder) / str(code)).write_text(line, encoding="utf-8")
 
 
 def log(line: str) -> None:

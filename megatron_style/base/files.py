@@ -7,8 +7,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
 
 DEFAULT_CACHE = Path("~/.cache/megatron_style")  # of the user: downloads, and records of stores in read-only folders
 
@@ -93,3 +95,27 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def write_atomic(path: Path, text: str) -> None:
     with atomic_file(path) as new:
         new.write_text(text, encoding="utf-8", newline="\n")
+
+
+class StreamedFile:
+    """A file that is written as a stream."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def sync(self) -> None:
+        """Return when everything is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._file.close()
+            return
+        with suppress(OSError):  # closing flushes, which fails again on a full disk and would hide the first error
+            self._file.close()

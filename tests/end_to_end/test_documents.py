@@ -34,7 +34,7 @@ def corpus(tmp_path: Path) -> Path:
         records.append(json.dumps({"text": words}) + "\n")
     (tmp_path / "x.jsonl").write_text("".join(records))
     inputs = ("--train", tmp_path / "x.jsonl", "--valid", tmp_path / "x.jsonl")
-    done = run_here(prepare, *inputs, "--end-of-document", "<s>", "--output", tmp_path / "data")
+    done = run_here(prepare, *inputs, "--tokenizer", "words", "--end-of-document", "<s>", "--output", tmp_path / "data")
     assert done.code == 0, done.err
     return tmp_path / "data"
 
