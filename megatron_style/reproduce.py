@@ -26,10 +26,13 @@ from megatron_style.base.command import (
 )
 from megatron_style.base.errors import UserError
 from megatron_style.paper.experiment import Experiment, open_experiment
-from megatron_style.paper.jobs import emit, jobs_at_once, measure
-from megatron_style.paper.page import Presented, Results, as_json, write_results
+from megatron_style.paper.results.page import Results, write_results
+from megatron_style.paper.results.presented import Presented, as_json
 from megatron_style.paper.scale import SCALES, scale_named
 from megatron_style.paper.tables import table
+from megatron_style.paper.work.jobs import emit, jobs_at_once, measure
+from megatron_style.paper.work.ownership import sole_owner
+from megatron_style.paper.work.records import runs_in
 
 TABLES = range(1, 13)
 
@@ -43,9 +46,11 @@ def main() -> None:
     if args.emit:
         show_commands(emit(experiment, tables), as_json=args.json)
         return
-    needs_runs = bool(experiment.runs_of(tables))
-    at_once = jobs_at_once(args.jobs, scale, has_gpus=has_gpus()) if needs_runs else 1
-    measure(experiment, tables, at_once=at_once)
+    if not args.collect:
+        needs_runs = bool(experiment.runs_of(tables))
+        at_once = jobs_at_once(args.jobs, scale, has_gpus=has_gpus()) if needs_runs else 1
+        with sole_owner(args.output):
+            measure(experiment, tables, at_once=at_once, kept=args.kept)
     show_results(experiment, write_results(experiment, tables), in_json=args.json)
 
 
@@ -65,7 +70,12 @@ def parse_args() -> argparse.Namespace:
     )  # fmt: skip
     add("--seeds", type=positive_int, metavar="N", help="runs per row; default: that of the scale")
     add("--jobs", type=positive_int, metavar="N", help="runs at once; default: one per CPU, one on GPUs")
+    add(
+        "--kept", type=Path, nargs="+", default=[], metavar="DIR",
+        help="results of earlier calls: runs whose records there are complete are not trained again",
+    )  # fmt: skip
     add("--emit", action="store_true", help="print the commands without running them")
+    add("--collect", action="store_true", help="make the tables from what is measured, and run nothing")
     add("--output", type=Path, required=True, metavar="DIR", help="runs, evaluations and results")
     add_json_flag(parser)
     return parser.parse_args()
@@ -74,6 +84,12 @@ def parse_args() -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     if args.output.exists() and not args.output.is_dir():
         raise UserError(f"--output {args.output}: is a file; expected a folder, or a name for a new one")
+    if args.collect and not args.output.is_dir():
+        raise UserError(f"--collect: {args.output} does not exist; give the --output of an earlier call")
+    if args.emit and (args.collect or args.kept):
+        raise UserError("--emit: prints the commands of all runs; leave out --collect and --kept")
+    for results in args.kept:
+        runs_in(results)
 
 
 def has_gpus() -> bool:

@@ -4,6 +4,7 @@ OUTPUT/reproduction.json       the scale and the corpus, which may not change
 OUTPUT/corpus/  held_out/      the text, unless it was given prepared, and the parts of it that are scored
 OUTPUT/runs/NAME/              an ordinary run: run.yaml, metrics.jsonl, checkpoints/, model/
 OUTPUT/runs/NAME/evaluations/  what `evaluate --json` printed, with digests of the model and the text
+OUTPUT/speeds.json             training speeds that were measured apart, if there are any
 OUTPUT/results.md  results/    tables, charts, claims, and the records they were made from
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.events import TrainEvent, parse_event
 from megatron_style.base.files import write_atomic
 from megatron_style.base.model_files import has_weights
 from megatron_style.base.run_folder import RunFolder
@@ -27,8 +29,9 @@ from megatron_style.paper.measures import Evaluation, Figures, Findings, Measure
 from megatron_style.paper.memory import LargestBatch, PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import ExperimentScale
+from megatron_style.paper.speeds import Speeds, at_speeds, read_speeds
 from megatron_style.paper.tables import all_tables
-from megatron_style.reporting.history import read_run
+from megatron_style.reporting.history import RunHistory, read_run
 
 RECORD = "reproduction.json"
 
@@ -45,17 +48,34 @@ class Experiment:
         """Return the corpus, which must be prepared unless the scale is the paper's."""
         return corpus_of(self.source, self.scale, self.output)
 
+    @cached_property
+    def speeds(self) -> Speeds | None:
+        return read_speeds(self.output)
+
     def folder(self, spec: RunSpec) -> Path:
         return self.output / "runs" / run_name(spec, self.scale)
 
     def config(self, spec: RunSpec) -> RunConfig:
         return run_config(spec, self.scale, self.corpus, self.folder(spec))
 
-    def is_finished(self, spec: RunSpec) -> bool:
+    def has_model(self, spec: RunSpec) -> bool:
         return has_weights(RunFolder(self.folder(spec)).model)
 
+    def is_finished(self, spec: RunSpec) -> bool:
+        """True if the run was trained to its end: its model is there, or records up to the last step."""
+        return self.has_model(spec) or self.is_recorded(self.folder(spec))
+
+    def is_recorded(self, folder: Path) -> bool:
+        """True if the records of a run reach its last step, which is known unless the scale is the paper's."""
+        if self.scale.is_paper or not (metrics := RunFolder(folder).metrics).is_file():
+            return False
+        lines = reversed(metrics.read_bytes().splitlines())
+        trained = (event for line in lines if isinstance(event := parse_event(line), TrainEvent))
+        last = next(trained, None)
+        return last is not None and last.step == self.scale.steps
+
     def evaluation_file(self, spec: RunSpec, evaluation: Evaluation) -> Path:
-        return self.folder(spec) / "evaluations" / f"{evaluation.name}.json"
+        return evaluation_file(self.folder(spec), evaluation)
 
     def scored(self, evaluation: Evaluation) -> Path:
         return held_out(self.source, self.scale, self.output, evaluation.split)
@@ -127,6 +147,10 @@ def _read_record(path: Path) -> dict[str, str] | None:
         raise UserError(f"{path}: is not the record of an experiment; choose another folder, or remove it") from None
 
 
+def evaluation_file(folder: Path, evaluation: Evaluation) -> Path:
+    return folder / "evaluations" / f"{evaluation.name}.json"
+
+
 def kept_evaluation(path: Path) -> Mapping[str, Any] | None:
     try:
         kept: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -140,14 +164,19 @@ def findings_of(experiment: Experiment, tables: Iterable[Table]) -> Findings:
     read = _Reader(experiment)
     found: dict[tuple[Subject, Measured], Figures] = {}
     for table in tables:
-        for row in table.rows:
-            for measure in row.measures:
-                if row.subject is None or measure is None or (row.subject, measure) in found:
-                    continue
-                figures = read.figures(row.subject, measure, table.baseline)
+        for subject, measure in table.measured():
+            if (subject, measure) not in found:
+                figures = read.figures(subject, measure, table.baseline)
                 if figures is not None:
-                    found[row.subject, measure] = figures
+                    found[subject, measure] = figures
     return found
+
+
+def read_history(experiment: Experiment, spec: RunSpec) -> RunHistory:
+    """Return the record of a run, timed by the speeds that were measured apart if there are any."""
+    folder = experiment.folder(spec)
+    found = read_run(folder.name, folder)
+    return at_speeds(found, spec.model, experiment.speeds) if experiment.speeds else found
 
 
 class _Reader:
@@ -181,9 +210,8 @@ class _Reader:
         return self._results[spec]
 
     def _read(self, spec: RunSpec) -> RunResult:
-        folder = self._experiment.folder(spec)
         kept = {each: kept_evaluation(self._experiment.evaluation_file(spec, each)) for each in self._needed}
         evaluations: dict[Evaluation, dict[str, object]] = {
             each: dict(found["result"]) for each, found in kept.items() if found is not None
         }
-        return RunResult(read_run(folder.name, folder), evaluations)
+        return RunResult(read_history(self._experiment, spec), evaluations)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -41,6 +41,7 @@ class Evaluation:
     length: int | None = None  # of windows, in the paper's numbers; None: the length of the last stage
     memory: LongMemory | None = None
     neighbours: int | None = None  # of a kNN-LM with a datastore of the training text, as many as its authors use
+    by_position: bool = False  # also the mean loss of each position in the segment
 
     @property
     def name(self) -> str:
@@ -48,7 +49,8 @@ class Evaluation:
         stride = f"-S{self.stride}" if self.stride else ""
         memory = f"-M{self.memory.cache_length}" if self.memory else ""
         neighbours = f"-knn{self.neighbours}" if self.neighbours else ""
-        return f"{self.split}-{self.mode}{length}{stride}{memory}{neighbours}"
+        positions = "-positions" if self.by_position else ""
+        return f"{self.split}-{self.mode}{length}{stride}{memory}{neighbours}{positions}"
 
 
 @dataclass(frozen=True)
@@ -170,19 +172,27 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     baseline: RunSpec | None = None  # shares are relative to it
+    also: tuple[tuple[RunSpec, Measure], ...] = ()  # what claims and charts use in addition to the rows
 
     def at(self, scale: ExperimentScale) -> Table:
         """Return the table with only the rows that the scale has."""
         kept = (row for row in self.rows if not isinstance(row.subject, RunSpec) or row.subject.is_in(scale))
         return replace(self, rows=tuple(kept))
 
+    def measured(self) -> Iterator[tuple[Subject, Measured]]:
+        """Yield what is measured, and of what: the cells of the table, and what is used in addition to them."""
+        for row in self.rows:
+            for measure in row.measures:
+                if row.subject is not None and measure is not None:
+                    yield row.subject, measure
+        yield from self.also
+
     def needs(self) -> Mapping[RunSpec, frozenset[Evaluation]]:
         """Return every run, without seeds, and the evaluations of its model."""
         found: dict[RunSpec, frozenset[Evaluation]] = {self.baseline: frozenset()} if self.baseline else {}
-        for row in self.rows:
-            if isinstance(row.subject, RunSpec):
-                needed = (each.needs for each in row.measures if each and not isinstance(each, LargestBatch))
-                found[row.subject] = found.get(row.subject, frozenset()).union(*needed)
+        for subject, measure in self.measured():
+            if isinstance(subject, RunSpec) and not isinstance(measure, LargestBatch):
+                found[subject] = found.get(subject, frozenset()).union(measure.needs)
         return found
 
     def evaluations(self) -> frozenset[Evaluation]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(*argv: object) -> subprocess.Popen[str]:
-    """In a session of its own, so that it can be killed with all that it started, as when a machine goes down."""
+    """In a session of its own, so that no signal to the tests reaches it."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_style.reproduce", *map(str, argv)],
         cwd=ROOT,
@@ -70,19 +71,20 @@ def test_a_table_is_measured_and_what_is_done_is_never_done_again(tmp_path: Path
     wait_for(output / "runs", killed)
     names = {path.name.rsplit("-", 1)[0]: path for path in _run_folders(output, 2, killed)}
     assert set(names) == {steady, staged}
-    wait_for(names[staged] / "checkpoints" / "global_step5" / "manifest.json", killed)
-    os.killpg(killed.pid, signal.SIGKILL)
+    wait_for(names[steady] / "checkpoints" / "global_step5" / "manifest.json", killed)
+    orphan = training_of(names[steady])
+    os.kill(orphan, signal.SIGSTOP)  # it will never end by itself: who waits for it waits forever
+    killed.kill()
     killed.communicate()
-    assert not (names[staged] / "model").exists()
-    done_before = (names[steady] / "model" / "model.safetensors").stat().st_mtime_ns
+    assert not (names[steady] / "model").exists()
+    done_before = (names[staged] / "model" / "model.safetensors").stat().st_mtime_ns
 
     out, jobs = finish(start(*command, "--json"))
-    evaluations = [f"evaluate {names[name].name}: valid-cached" for name in (steady, staged)]
-    assert jobs[0] == f"train {names[staged].name}"
-    assert sorted(jobs[1:]) == sorted(evaluations)
-    assert (names[steady] / "model" / "model.safetensors").stat().st_mtime_ns == done_before
-    assert "resuming at step" in (names[staged] / "train.log").read_text()
-    steps = [event["step"] for event in _events(names[staged]) if event["kind"] == "train"]
+    assert not Path(f"/proc/{orphan}").exists()
+    assert jobs == [f"train {names[steady].name}", f"evaluate {names[steady].name}: valid-cached"]
+    assert (names[staged] / "model" / "model.safetensors").stat().st_mtime_ns == done_before
+    assert "resuming at step" in (names[steady] / "train.log").read_text()
+    steps = [event["step"] for event in _events(names[steady]) if event["kind"] == "train"]
     assert steps == sorted(set(steps))
     assert steps[-1] == 20
 
@@ -90,9 +92,36 @@ def test_a_table_is_measured_and_what_is_done_is_never_done_again(tmp_path: Path
     assert (again.code, again.out, again.err) == (0, out, "")
     _check_results(json.loads(out), output, names[steady])
 
+    _check_that_records_stand_for_a_run(command[:-1], output, json.loads(out))
+
     kept = names[steady] / "evaluations" / "valid-cached.json"
     kept.write_text(kept.read_text().replace('"model": "', '"model": "0'))  # as if it were of another model
     assert run_here(main, *command).err == f"[1/1] evaluate {names[steady].name}: valid-cached\n"
+
+
+def _check_that_records_stand_for_a_run(command: tuple[object, ...], first: Path, found: dict[str, Any]) -> None:
+    second = first.with_name("second")
+    done = run_here(main, *command, second, "--kept", first, "--json")
+    assert json.loads(done.out)["tables"] == found["tables"]
+    lines = done.err.splitlines()
+    assert lines[0] == "[1/1] prepare the corpus"
+    assert len(lines) == 3
+    assert all(line.endswith(f"its records are complete in {first}; not trained again") for line in lines[1:])
+    assert not list(second.glob("runs/*/model"))
+    assert "first" not in (second / "results.md").read_text().replace("first L=128", "").replace("first stage", "")
+    for kept in second.glob("results/runs/*/run.yaml"):
+        assert str(first.parent) not in kept.read_text()
+    next(second.glob("runs/pia_cache-L16x20*/evaluations/*.json")).unlink()
+    collected = json.loads(run_here(main, *command, second, "--collect", "--json").out)
+    assert [row["figures"]["ppl"]["here"] is None for row in collected["tables"][0]["rows"]] == [False, True]
+    assert "**incomplete**: not measured yet with every seed: L=512 all through." in (second / "results.md").read_text()
+
+
+def training_of(run: Path) -> int:
+    """Return the pid of the process that trains a run."""
+    commands = ((path, path.read_bytes()) for path in Path("/proc").glob("[0-9]*/cmdline"))
+    (found,) = (int(path.parent.name) for path, command in commands if f"{run}/run.yaml".encode() in command)
+    return found
 
 
 def _run_folders(output: Path, count: int, process: subprocess.Popen[str]) -> list[Path]:

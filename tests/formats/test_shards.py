@@ -23,7 +23,7 @@ from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource, tensors_of
 from megatron_style.formats.tensor_files import write_sharded
 from megatron_style.formats.transfer import export_huggingface, export_model, import_transformer_xl
-from megatron_style.paper.jobs import weights_digest
+from megatron_style.paper.work.evaluations import weights_digest
 from megatron_style.train import train
 from tests.support.models import MODELS, model_config
 from tests.support.oracle import oracle_is_here

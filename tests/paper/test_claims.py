@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from megatron_style.paper.claims import CLAIMS, Claim, falls_from_its_peak, judge, within
+from megatron_style.paper.claims import CLAIMS, Claim
+from megatron_style.paper.judgement import falls_from_its_peak, judge, within
 from megatron_style.paper.measures import Figures, Findings
 from megatron_style.paper.tables import (
     BASELINE,

@@ -8,16 +8,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_style.paper import jobs as paper_jobs
-from megatron_style.paper.jobs import Job, run_jobs
+from megatron_style.paper.work import processes
+from megatron_style.paper.work.processes import Job, Workers, run_jobs
 
 
 def test_long_work_says_how_much_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(step=300)  # five minutes whenever one looks
-    monkeypatch.setattr(paper_jobs, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
     jobs = [Job(name, ("true",), tmp_path / "log", tmp_path / "out") for name in ("one", "two", "three")]
-    run_jobs(jobs, at_once=1, threads=1)
+    run_jobs(jobs, Workers(at_once=1, threads=1))
     said = ["[1/3] one", "[2/3] two, about 10 min left", "[3/3] three, about 5 min left"]
+    assert capsys.readouterr().err.splitlines() == said
+
+
+def test_what_follows_a_job_is_run_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def job(name: str, *following: Job) -> Job:
+        return Job(name, ("true",), tmp_path / "log", tmp_path / "out", then=lambda: following)
+
+    run_jobs([job("train 1", job("evaluate 1")), job("train 2", job("evaluate 2"))], Workers(at_once=1, threads=1))
+    said = ["[1/2] train 1", "[2/3] evaluate 1", "[3/3] train 2", "[4/4] evaluate 2"]
     assert capsys.readouterr().err.splitlines() == said

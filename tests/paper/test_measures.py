@@ -10,7 +10,7 @@ import pytest
 
 from megatron_style.base.events import Event, SampleEvent, TrainEvent, ValidEvent
 from megatron_style.paper.measures import Evaluated, Evaluation, RunResult, ToMatch, TotalTime, TrainSpeed
-from megatron_style.paper.page import thinned
+from megatron_style.paper.results.keeping import thinned
 from megatron_style.reporting.history import HeldOut, Place, RunHistory, StageOpening
 
 EVALUATION = Evaluation("cached")
