@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, show
-from megatron_style.base.disk import writing_to
-from megatron_style.base.files import DEFAULT_CACHE
+from megatron_style.base.files import DEFAULT_CACHE, writing_to
 from megatron_style.data.index_writer import INDEX_WRITERS
 from megatron_style.data.preparation.corpora import SPLITS
 from megatron_style.data.preparation.flags import recipe_from, share_of_text

@@ -10,10 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_style.base.errors import Diverged, OnlyChecked, RunFailed, Stopped, UserError, harmless
 from megatron_style.base.launchers import is_first_of_host
@@ -21,6 +22,8 @@ from megatron_style.base.launchers import is_first_of_host
 CONSOLE_COMMAND = "shortformer"
 LAST_WORDS = "MEGATRON_STYLE_LAST_WORDS"  # names a folder of this host in the environment of a launch
 Value = TypeVar("Value")
+Level = Literal["FAIL", "WARN", "ok"]  # of a finding
+_LEVELS: tuple[Level, ...] = ("FAIL", "WARN", "ok")
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -192,3 +195,16 @@ def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "unknown", True: "yes", False: "no"}[value]
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A result of a check before a launch."""
+
+    level: Level
+    subject: str  # a host, or what was checked
+    message: str
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))

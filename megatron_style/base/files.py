@@ -1,7 +1,8 @@
-"""Atomic files and folders: they appear complete or not at all, even when the disk is full."""
+"""Atomic files and folders: they appear complete or not at all; and what is said when their disk is full."""
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
@@ -12,7 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from megatron_style.base.errors import RunFailed
+from megatron_style.base.units import size
+
 DEFAULT_CACHE = Path("~/.cache/megatron_style")  # of the user: downloads, and records of stores in read-only folders
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -119,3 +124,27 @@ class StreamedFile:
             return
         with suppress(OSError):  # closing flushes, which fails again on a full disk and would hide the first error
             self._file.close()
+
+
+def room_at(path: Path) -> str:
+    """Say how much space the disk of a path has, which need not exist."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    usage = shutil.disk_usage(place)
+    while not place.is_mount():
+        place = place.parent
+    return f"the disk mounted at {place} has {size(usage.free)} of {size(usage.total)} free"
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Turn the error of a full disk into one that names the disk and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise RunFailed(
+            f"{path}: cannot be written ({error.strerror}): {room_at(path)}; free some, or choose another disk"
+        ) from error

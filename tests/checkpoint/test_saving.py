@@ -10,7 +10,7 @@ from megatron_style.base.run_folder import RunFolder
 from megatron_style.checkpoint.manifest import Best
 from megatron_style.checkpoint.origin import Progress
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.resuming import age_event_files, expect_bitwise, make_run, metrics, on_ranks
 

@@ -20,8 +20,8 @@ import megatron_style.engine.session  # noqa: F401  once, before ranks are forke
 from megatron_style.convert import main as convert
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.data.tokenizer import UNK, BpeTokenizer
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.evaluate import main
+from megatron_style.parallel.local_ranks import run_ranks
 from tests.support.launch import launch
 from tests.support.oracle import ORACLE, needs_oracle
 from tests.support.tiny import VOCAB_SIZE, L, content, expect_refusal, run_here, tiny_config, write_tiny_model

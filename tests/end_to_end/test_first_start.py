@@ -12,7 +12,7 @@ import pytest
 
 from megatron_style.base.errors import OnlyChecked, UserError
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.launch import LAUNCH, ROOT, TAKE_A_HOSTFILE, plain_environment, script_environment
 from tests.support.resuming import make_run

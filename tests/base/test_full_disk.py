@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.base.disk import room_at, writing_to
 from megatron_style.base.errors import RunFailed
+from megatron_style.base.files import room_at, writing_to
 
 
 def test_the_disk_of_a_path_that_does_not_exist_is_that_of_its_folder(tmp_path: Path) -> None:
