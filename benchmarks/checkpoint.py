@@ -31,8 +31,8 @@ from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule
 
 RANKS = 2

@@ -106,11 +106,16 @@ def window_anew(model: Shortformer, length: int) -> Work:
     return work
 
 
-def weights_once(model: Shortformer) -> Work:
-    """Return work that multiplies a vector with each weight that a frequent token needs: blocks and first band."""
+def matrices_of(model: Shortformer) -> list[torch.Tensor]:
+    """Return the weights that a frequent token needs: those of the blocks, and of the first band."""
     blocks = itertools.chain.from_iterable(block.parameters() for block in model.blocks)
-    weights = [param for param in blocks if param.dim() == 2]
-    weights.append(cast(AdaptiveVocabulary, model.vocabulary).bands[0].table.weight)
+    weights: list[torch.Tensor] = [param for param in blocks if param.dim() == 2]
+    return [*weights, cast(AdaptiveVocabulary, model.vocabulary).bands[0].table.weight]
+
+
+def weights_once(model: Shortformer) -> Work:
+    """Return work that multiplies a vector with each weight that a frequent token needs."""
+    weights = matrices_of(model)
     vectors = [torch.randn(weight.shape[1]) for weight in weights]
 
     def work() -> int:
@@ -143,8 +148,22 @@ def batching(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
     return compare(f"sliding, {name}: batch 1 / {rows}", alone, together, rounds, least=3)
 
 
-def walking(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
-    """Compare the walk of one row with the one that reads many segments at once, as evaluation during training does."""
+def products(model: Shortformer, tokens: int) -> Work:
+    """Return work that multiplies the vectors of all tokens with each weight that a frequent token needs."""
+    weights = matrices_of(model)
+    vectors = [torch.randn(tokens, weight.shape[1]) for weight in weights]
+
+    def work() -> int:
+        for weight, x in zip(weights, vectors, strict=True):
+            torch.mm(x, weight.T)
+        return tokens
+
+    return work
+
+
+def walking(name: str, model: Shortformer, rows: int, rounds: int) -> Iterator[Result]:
+    """Compare the walk of one row with the one that reads many segments at once, as evaluation during training does,
+    and with the matrix products alone: however many rows there are, no more than that can be gained."""
     text = text_of(WINDOW * (1 + 2 * rows)).numpy()
     protocol = Protocol("cached", WINDOW, WINDOW, batch_rows=rows)
     reader = Reader(model, text, eos=2)
@@ -155,7 +174,9 @@ def walking(name: str, model: Shortformer, rows: int, rounds: int) -> Result:
     def together() -> int:
         return len(score(model, text, protocol, eos=2).nll)
 
-    return compare(f"walk, {name}: 1 row / {rows}", one_row, together, rounds, least=3)
+    yield compare(f"walk, {name}: 1 row / {rows}", one_row, together, rounds, least=3)
+    bare = products(model, rows * WINDOW)
+    yield compare(f"walk, {name}: 1 row / products of {rows}", one_row, bare, rounds, least=3)
 
 
 @torch.no_grad()
@@ -177,8 +198,8 @@ def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Resu
     yield batching(f"{layers} x {hidden}", model, 8, fewer)
     tiny = make_model(2, 32, frequent=500)
     yield batching("2 x 32", tiny, 32, fewer)
-    yield walking(f"{layers} x {hidden}", model, 32, fewer)
-    yield walking("2 x 32", tiny, 32, fewer)
+    yield from walking(f"{layers} x {hidden}", model, 32, fewer)
+    yield from walking("2 x 32", tiny, 32, fewer)
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from megatron_style.base.command import CONSOLE_COMMAND, log, run_command, run_module, say
-from megatron_style.base.disk import writing_to
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import writing_to
 from megatron_style.base.launchers import is_first_of_host
 from megatron_style.config.train_arguments import TrainArguments, parse_train_arguments
 from megatron_style.supervision.signals import StopSignals, leave_early

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 from megatron_style.base.command import (
     EXIT_DONE,
     EXIT_FAILED,
+    Finding,
     add_json_flag,
     add_set_flag,
     command_parser,
     positive_int,
     say,
     show_table,
+    worst_first,
 )
 from megatron_style.base.errors import UserError
-from megatron_style.base.findings import Finding, worst_first
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import load_run
 from megatron_style.engine.requirements import check_hosts

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, show
-from megatron_style.base.files import DEFAULT_CACHE
+from megatron_style.base.files import DEFAULT_CACHE, writing_to
 from megatron_style.data.index_writer import INDEX_WRITERS
 from megatron_style.data.preparation.corpora import SPLITS
 from megatron_style.data.preparation.flags import recipe_from, share_of_text
@@ -28,7 +28,7 @@ _COUNTED = ("documents", "lines", "words", "tokens", "unknown")
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    with worker_pool(args.workers) as pool:  # under mpirun only rank 0 continues after this line
+    with writing_to(args.output), worker_pool(args.workers) as pool:  # under mpirun only rank 0 continues here
         recipe = recipe_from(args)
         record, is_new = prepare_corpus(recipe, args.output, pool, overwrite=args.overwrite)
     show(_summary(args.output, record, is_new=is_new), as_json=args.json)

@@ -22,8 +22,7 @@ from megatron_style.config.run_file import load_run
 from megatron_style.config.train_arguments import add_run_arguments, settings_of
 from megatron_style.hosts.hosts import read_hostfile
 from megatron_style.supervision.finished import what_is_finished
-from megatron_style.supervision.launch_spec import LaunchSpec
-from megatron_style.supervision.supervisor import Supervisor
+from megatron_style.supervision.supervisor import LaunchSpec, Supervisor
 
 
 def main() -> None:

@@ -10,10 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_style.base.errors import Diverged, OnlyChecked, RunFailed, Stopped, UserError, harmless
 from megatron_style.base.launchers import is_first_of_host
@@ -21,6 +22,8 @@ from megatron_style.base.launchers import is_first_of_host
 CONSOLE_COMMAND = "shortformer"
 LAST_WORDS = "MEGATRON_STYLE_LAST_WORDS"  # names a folder of this host in the environment of a launch
 Value = TypeVar("Value")
+Level = Literal["FAIL", "WARN", "ok"]  # of a finding
+_LEVELS: tuple[Level, ...] = ("FAIL", "WARN", "ok")
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -124,7 +127,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         main()
     except UserError as error:
         if is_first_of_host():  # all processes of a host find the same mistake
-            last_words(f"error: {error}")
+            last_words(f"error: {error}", EXIT_BAD_INPUT)
         sys.exit(EXIT_BAD_INPUT)
     except OnlyChecked as note:
         if is_first_of_host():
@@ -137,22 +140,22 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         log("interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except Diverged as error:
-        last_words(f"error: {error}")
+        last_words(f"error: {error}", EXIT_DIVERGED)
         sys.exit(EXIT_DIVERGED)
     except (OSError, RunFailed) as error:
-        last_words(f"error: {error}")
+        last_words(f"error: {error}", EXIT_FAILED)
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_DONE)
 
 
-def last_words(line: str) -> None:
-    """Log the error with which this process ends, and leave it where the launch that started it can repeat it: most
-    launchers write lines of their own after it."""
+def last_words(line: str, code: int) -> None:
+    """Log the error with which this process ends, and leave it, under the name of its exit code, where the launch that
+    started it can repeat both: most launchers write lines of their own after it, and some exit with another code."""
     log(line)
     folder = os.environ.get(LAST_WORDS)
     with suppress(OSError):  # on other hosts there is no such folder
         if folder:
-            (Path(folder) / str(os.getpid())).write_text(line, encoding="utf-8")
+            (Path(folder) / str(code)).write_text(line, encoding="utf-8")
 
 
 def log(line: str) -> None:
@@ -192,3 +195,16 @@ def _text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "unknown", True: "yes", False: "no"}[value]
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A result of a check before a launch."""
+
+    level: Level
+    subject: str  # a host, or what was checked
+    message: str
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))

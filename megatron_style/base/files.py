@@ -1,16 +1,23 @@
-"""Atomic files and folders: they appear complete or not at all, even when the disk is full."""
+"""Atomic files and folders: they appear complete or not at all; and what is said when their disk is full."""
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from megatron_style.base.errors import RunFailed
+from megatron_style.base.units import size
 
 DEFAULT_CACHE = Path("~/.cache/megatron_style")  # of the user: downloads, and records of stores in read-only folders
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -93,3 +100,51 @@ def atomic_file(path: Path) -> Iterator[Path]:
 def write_atomic(path: Path, text: str) -> None:
     with atomic_file(path) as new:
         new.write_text(text, encoding="utf-8", newline="\n")
+
+
+class StreamedFile:
+    """A file that is written as a stream."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def sync(self) -> None:
+        """Return when everything is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._file.close()
+            return
+        with suppress(OSError):  # closing flushes, which fails again on a full disk and would hide the first error
+            self._file.close()
+
+
+def room_at(path: Path) -> str:
+    """Say how much space the disk of a path has, which need not exist."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    usage = shutil.disk_usage(place)
+    while not place.is_mount():
+        place = place.parent
+    return f"the disk mounted at {place} has {size(usage.free)} of {size(usage.total)} free"
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Turn the error of a full disk into one that names the disk and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise RunFailed(
+            f"{path}: cannot be written ({error.strerror}): {room_at(path)}; free some, or choose another disk"
+        ) from error

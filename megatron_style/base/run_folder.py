@@ -1,10 +1,11 @@
-"""The names of the files in a run's folder. No other module spells them."""
+"""The names of the files in a run's folder, which no other module spells, and what people do with a finished run."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 RUN_FILE = "run.yaml"
 LATEST = "latest"
@@ -105,3 +106,15 @@ class RunFolder:
     def status(self) -> Path:
         """Return the file that says how the last launch ended."""
         return self.path / "status.json"
+
+
+def next_steps(folder: Path, held_out: Path) -> str:
+    """Say where the model of a finished run is, and name the three commands that people need next."""
+    run = quote(str(folder))
+    model = quote(str(RunFolder(folder).model))
+    return (
+        f"the model is in {RunFolder(folder).model}; next:\n"
+        f"  python -m megatron_style.evaluate {model} --data {quote(str(held_out))}\n"
+        f"  python -m megatron_style.generate {model} --interactive\n"
+        f"  python -m megatron_style.report {run}"
+    )

@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_style.base.disk import room_at
 from megatron_style.base.errors import RunFailed
-from megatron_style.base.files import sync
+from megatron_style.base.files import room_at, sync
 from megatron_style.checkpoint.folder import CheckpointFolder
 from megatron_style.checkpoint.logical import LogicalReader, file_of
 from megatron_style.checkpoint.manifest import Manifest, digest_of, gap

@@ -13,8 +13,8 @@ from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import save_run
 from megatron_style.data.corpus import tokenizer_of_run
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule
 
 

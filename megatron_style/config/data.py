@@ -101,7 +101,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_batch(self) -> Self:
         update = self.tokens_per_update
-        if update is not None and "tokens_per_batch" in self.model_fields_set and update % self.tokens_per_batch:
+        if update is not None and "tokens_per_batch" not in self.model_fields_set:
+            object.__setattr__(self, "tokens_per_batch", update)  # of one rank, until their number is known
+        if update is not None and update % self.tokens_per_batch:
             raise ValueError(
                 f"tokens_per_update ({update}) is not a multiple of tokens_per_batch ({self.tokens_per_batch}), which "
                 f"it replaces; leave out one of them"

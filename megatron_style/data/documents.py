@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import StreamedFile
 from megatron_style.data.index import OFFSET, Entries, Index
 
 DOCUMENTS_SUFFIX = ".documents.npy"
@@ -21,13 +22,13 @@ _HEADER_SIZE = 128  # of a .npy with one dimension, whatever its length
 Places = NDArray[np.int64]
 
 
-class DocumentsWriter:
+class DocumentsWriter(StreamedFile):
     """Writes PREFIX.documents.npy as a stream."""
 
     def __init__(self, path: Path, *, documents: int = 0) -> None:
         """Begin a file, or with `documents` continue one that has at least as many."""
         self.documents = documents
-        self._file = path.open("r+b" if documents else "w+b")
+        super().__init__(path.open("r+b" if documents else "w+b"))
         self._write_header()
         self._file.truncate(_HEADER_SIZE + documents * OFFSET.itemsize)
         self._file.seek(0, os.SEEK_END)
@@ -36,20 +37,9 @@ class DocumentsWriter:
         self._file.write(ends.astype(OFFSET, copy=False).tobytes())
         self.documents += len(ends)
 
-    def sync(self) -> None:
-        """Return when everything is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
     def complete(self) -> None:
         self._write_header()
         self.sync()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def _write_header(self) -> None:
         self._file.seek(0)

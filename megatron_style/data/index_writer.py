@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
+from megatron_style.base.files import StreamedFile
 from megatron_style.data.index import BLOCK, DOCUMENT_COUNT, DTYPE_CODES, HEADER, MAGIC, OFFSET, SIZE, VERSION
 
 _LONGEST = int(np.iinfo(SIZE).max)
 
 
-class IndexWriter:
+class IndexWriter(StreamedFile):
     """The .idx in fairseq's dialect: the size and the offset of every line."""
 
     header_size = HEADER.size
@@ -24,7 +25,7 @@ class IndexWriter:
         """Begin a file, or with `entries` continue one that has at least as many."""
         self.entries = entries
         self._dtype = dtype
-        self._file = path.open("r+b" if entries else "w+b")
+        super().__init__(path.open("r+b" if entries else "w+b"))
         self._write_header()  # again at the end, with the number of entries
         self._file.truncate(self.header_size + entries * SIZE.itemsize)
         self._file.seek(0, os.SEEK_END)
@@ -34,22 +35,11 @@ class IndexWriter:
         del document_sizes
         self._append(line_sizes)
 
-    def sync(self) -> None:
-        """Return when everything is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
     def complete(self) -> None:
         """Write what follows the sizes, and the header."""
         self._write_offsets()
         self._write_header()
         self.sync()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
     def _append(self, sizes: NDArray[Any]) -> None:
         self._file.write(sizes.astype(SIZE, copy=False).tobytes())

@@ -148,6 +148,7 @@ def _unfinished(output: Path) -> Path:
 
 def _lay_out(folder: Path, manifest: DatastoreManifest, tokens: Tokens, units: int) -> None:
     """Make the files at their full size: the values at once, the keys as a hole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if manifest.key_bytes + manifest.value_bytes > free:
         needed = size(manifest.key_bytes + manifest.value_bytes)

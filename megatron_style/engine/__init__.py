@@ -3,5 +3,5 @@
 session: join and leave the grid. build: from a run to an engine. engine: the verbs. gradients: those of a step.
 zero_layout: where ZeRO keeps each parameter. saving: what DeepSpeed writes of a checkpoint. ds_config, optimizer:
 settings. extensions: what DeepSpeed compiles. spikes: losses far above the median. preflight, requirements: does it
-fit? local_ranks: ranks without a launcher. Read engine, gradients and build.
+fit? Read engine, gradients and build.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_style.base.command import Finding
 from megatron_style.base.errors import UserError
-from megatron_style.base.findings import Finding
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus, open_text
 from megatron_style.data.store import store_files

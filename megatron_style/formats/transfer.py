@@ -20,7 +20,7 @@ from megatron_style.base.errors import RunFailed, UserError
 from megatron_style.base.files import put_in_place, write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.base.model_files import SHARD_BYTES
-from megatron_style.data.tokenizer import WordDictionary
+from megatron_style.data.word_dictionary import WordDictionary
 from megatron_style.formats import fairseq, model_folder, run_checkpoint, transformer_xl
 from megatron_style.formats.certificate import FILE, Certificate, certify
 from megatron_style.formats.formats import FORMATS, Writable, check_holds, open_model

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_style.base.command import Finding, Level
 from megatron_style.base.cpu import describe_bf16
-from megatron_style.base.findings import Finding, Level
 from megatron_style.base.units import size
 from megatron_style.hosts.hosts import Host, Unanswered, ask_all
 from megatron_style.hosts.launcher import DEFAULT_PORT

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_style.base.next_steps import next_steps
-from megatron_style.base.run_folder import RunFolder
+from megatron_style.base.run_folder import RunFolder, next_steps
 from megatron_style.config.run import RunConfig
 from megatron_style.journal.metrics_file import MetricsFile
 

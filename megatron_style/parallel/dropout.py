@@ -62,7 +62,7 @@ class MaskSource:
         if threshold > 255:  # a byte would be compared with 0
             return torch.zeros(shape, dtype=dtype, device=self._device)
         drawn = self._bytes(-(-shape.numel() // 8))
-        # The result is as wide as the bytes: torch compares bytes into booleans twenty times slower.
+        # The result is as wide as the bytes: torch compares bytes into booleans many times slower.
         kept = torch.ge(drawn, threshold, out=drawn)
         return kept[: shape.numel()].view(shape).to(dtype)
 

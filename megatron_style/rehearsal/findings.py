@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_style.base.findings import Finding
+from megatron_style.base.command import Finding
 from megatron_style.base.units import size
 from megatron_style.config.run import RunConfig
 from megatron_style.data.store import store_files

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.next_steps import next_steps
-from megatron_style.base.run_folder import RunFolder
+from megatron_style.base.run_folder import RunFolder, next_steps
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import load_run
 from megatron_style.config.section import differences

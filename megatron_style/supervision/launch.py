@@ -66,6 +66,7 @@ class Launch:
         self._ssh = ssh
         self._stopped_early = False
         self.last_words: str | None = None  # the error of a process of this host, after the `with`
+        self._last_code: int | None = None  # the exit code of that process
         self._key = uuid.uuid4().hex  # in the environment of each of its processes, and in the records of its ranks
         with ExitStack() as stack:
             self._words = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -86,7 +87,10 @@ class Launch:
         self._process.wait()
         kill_launch(self._key, () if own_end else self._hosts, self._ssh)
         signal_ranks(self.records, (), self._ssh)  # waits for those of this host: a killed process takes a while to end
-        self.last_words = next((path.read_text(encoding="utf-8") for path in sorted(self._words.iterdir())), None)
+        for path in sorted(self._words.iterdir(), reverse=True):  # wrong input comes before its effects on other ranks
+            self.last_words = path.read_text(encoding="utf-8")
+            self._last_code = int(path.name)
+            break
         self._environment.close()
 
     @property
@@ -139,6 +143,8 @@ class Launch:
             return EXIT_DONE
         if self._process.returncode == EXIT_DONE or signals.asked:
             log(f"error: the run ended at step {self.step} without a message; {what_is_lost(self._folder, self.step)}")
+        if self._last_code is not None:
+            return self._last_code
         return self._process.returncode if 0 < self._process.returncode < 128 else EXIT_FAILED
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_style.base.command import (
@@ -17,18 +20,43 @@ from megatron_style.base.command import (
 )
 from megatron_style.base.errors import UserError
 from megatron_style.base.run_folder import RunFolder
+from megatron_style.config.run import RunConfig
 from megatron_style.hosts.hosts import Unanswered
 from megatron_style.supervision.cluster import Hosts, Ssh, answering, divisible, signal_ranks, ssh
 from megatron_style.supervision.launch import Launch
-from megatron_style.supervision.launch_spec import LaunchSpec
 from megatron_style.supervision.lock import FolderLock
 from megatron_style.supervision.record import RankRecord, read_records
 from megatron_style.supervision.signals import StopSignals
 
+_LAUNCHER = (sys.executable, "-m", "deepspeed.launcher.runner", "--log_level", "warning")
 STOP_SECONDS = 120.0  # to save and leave, when the supervisor is asked to stop
 LONGEST_PAUSE = 300.0
 LOOK_SECONDS = 1.0
 POSITION_SECONDS = 10.0  # between two looks at the records of all hosts
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """The run that a supervisor keeps going, and the command that launches it on the hosts that answer."""
+
+    run: RunConfig
+    arguments: tuple[str, ...]  # of train
+    hosts: Hosts = field(default_factory=dict)  # none: this machine
+    processes: int | None = None
+    retries: int = 5
+    pause: float = 5.0
+    stall: float = 1800.0
+
+    def command(self, directory: Path, hosts: Hosts) -> list[str]:
+        """Return the launch command. Hosts are always reached by ssh: DeepSpeed would start a single one here."""
+        where = ["--hostfile", str(directory / "none")]
+        if hosts:
+            (directory / "hostfile").write_text("".join(f"{name} slots={n}\n" for name, n in hosts.items()))
+            where = ["--hostfile", str(directory / "hostfile"), "--force_multi"]
+        elif self.processes:
+            where += ["--num_accelerators", str(self.processes)]
+        where += ["--master_port", str(_free_port())]
+        return [*_LAUNCHER, *where, "--module", "megatron_style.train", *self.arguments]
 
 
 class StopAsked(Exception):
@@ -195,3 +223,10 @@ class Supervisor:
             if left <= 0:
                 return
             time.sleep(min(left, 1.0))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -22,7 +22,7 @@ from tests.architecture.drawing import (
 PICKLES = frozenset({"pickle", "marshal", "shelve", "dill", "cloudpickle"})
 MAY_NAME_PICKLE = {
     "checkpoint/logical.py": {"pickle.UnpicklingError"},
-    "engine/local_ranks.py": {"pickle.loads", "pickle.dumps"},  # results of its own forked children
+    "parallel/local_ranks.py": {"pickle.loads", "pickle.dumps"},  # results of its own forked children
 }
 OBJECT_COLLECTIVES = frozenset(
     {

@@ -20,7 +20,7 @@ from megatron_style.base.errors import Diverged, RunFailed, Stopped
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.checkpoint.rank_files import HostBuffer, RankFiles
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.killing import complete_steps
 from tests.support.models import CLUSTERS, ROUTED

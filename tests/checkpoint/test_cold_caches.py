@@ -12,7 +12,7 @@ import pytest
 
 from megatron_style.config.run import RunConfig
 from megatron_style.data.batch import read_batch
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from tests.support.resuming import age_event_files, expect_bitwise, make_run, metrics, train_until
 
 pytestmark = pytest.mark.slow

@@ -15,8 +15,8 @@ from torch.multiprocessing import ProcessExitedException
 
 from megatron_style.base.files import remove_leftovers
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.formats.model_folder import export
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.resuming import age_event_files, make_run, on_ranks
 from tests.support.tiny import content

@@ -17,9 +17,9 @@ from megatron_style.base.errors import RunFailed
 from megatron_style.checkpoint import proof
 from megatron_style.checkpoint.proof import compared
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.zero_layout import fragments
 from megatron_style.formats.formats import open_model
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import Fragment, Layout
 from megatron_style.train import train
 from tests.support.resuming import expect_close, make_run, metrics, on_ranks

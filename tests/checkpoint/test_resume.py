@@ -20,7 +20,7 @@ from safetensors import safe_open
 from megatron_style.base.errors import RunFailed
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.killing import complete_steps
 from tests.support.mutations import Payload

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_style.config.run_file import load_run
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.cluster.hosts import Cluster
 from tests.support.observed import held_folders, ranks_with, shown_to_everybody

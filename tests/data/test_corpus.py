@@ -11,7 +11,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.data import DataConfig, SourceConfig
 from megatron_style.data.batch import read_batch
 from megatron_style.data.corpus import Corpus, open_corpus
-from megatron_style.data.tokenizer import WordDictionary
+from megatron_style.data.word_dictionary import WordDictionary
 from megatron_style.schedule.passes import Reading
 from tests.support.training import VOCAB_SIZE, write_corpus
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_style.base.errors import UserError
-from megatron_style.data.tokenizer import SPECIALS, BpeTokenizer, Tokenizer, WordDictionary, load_tokenizer
+from megatron_style.data.tokenizer import SPECIALS, BpeTokenizer, Tokenizer, load_tokenizer
+from megatron_style.data.word_dictionary import WordDictionary
 from tests.support.oracle import ORACLE, needs_oracle
 
 words_of_text = st.text(st.characters(exclude_categories=("Z", "C")), min_size=1, max_size=6).filter(

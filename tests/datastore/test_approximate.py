@@ -17,10 +17,10 @@ from megatron_style.data.store import open_store
 from megatron_style.datastore.approximate import ApproximateSearch
 from megatron_style.datastore.search import Neighbours, nearest
 from megatron_style.datastore.store import open_datastore
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.evaluate import main as evaluate
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.neighbours import main as neighbours
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.topology import Axis, Topology
 from megatron_style.prepare import main as prepare
 from tests.support.datastores import build, measure, tokens_of, write_texts, write_tokens

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import megatron_style.engine.session  # noqa: F401  once, before ranks are forked
 from megatron_style.datastore.store import open_datastore
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring.reader import Reader
+from megatron_style.parallel.local_ranks import run_ranks
 from tests.support.array_memory import peak_of_arrays
 from tests.support.datastores import TRAIN, build, stored_keys, tokens_of, walk, write_model_and_texts, write_texts
 from tests.support.launch import launch

@@ -13,9 +13,9 @@ import torch
 
 import megatron_style.engine.session  # noqa: F401  once, before ranks are forked
 from megatron_style.datastore.retrieval import ContinuousCache, TextMixture
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.evaluate import main as evaluate
 from megatron_style.generate import main as generate
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.topology import Axis
 from tests.support.array_memory import peak_of_arrays
 from tests.support.datastores import (

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_style.datastore import search
 from megatron_style.datastore.search import Neighbours, nearest
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.topology import Topology
 from tests.support.array_memory import peak_of_arrays
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_style import convert, evaluate
 from megatron_style.checkpoint.manifest import read_manifest
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import main
 from tests.support.launch import ROOT, plain_environment
 from tests.support.resuming import UPDATE, expect_close, make_run, metrics, on_ranks

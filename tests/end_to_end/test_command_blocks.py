@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         pytest.importorskip(library)
     folder = tmp_path_factory.mktemp("world")
     make_world(folder)
-    launch = "./launch/local.sh run_configs/own_text.yaml"
+    launch = "./launch/local.sh run_configs/mine.yaml"
     assert own_text_block().count(launch) == 1
     output = run_block(own_text_block().replace(launch, f"{launch} {SHORT}"), folder, fresh_environment(folder))
     return folder, output
@@ -62,7 +62,7 @@ def world(trained: tuple[Path, str]) -> Path:
     shutil.copytree(folder / "data" / "mine", folder / "WIKITEXT-2")
     for split in ("bin", "idx"):
         shutil.copy(folder / "WIKITEXT-2" / f"valid.{split}", folder / "WIKITEXT-2" / f"test.{split}")
-    (folder / "RUN.yaml").symlink_to("run_configs/own_text.yaml")
+    (folder / "RUN.yaml").symlink_to("run_configs/mine.yaml")
     for name in ("HOSTFILE", "hosts"):
         (folder / name).write_text("localhost slots=2\n")
     return folder

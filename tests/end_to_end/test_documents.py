@@ -13,9 +13,9 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.convert import main as convert
 from megatron_style.data.corpus import open_corpus, separate_documents
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.evaluate import main as evaluate
 from megatron_style.generate import main as generate
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.prepare import main as prepare
 from megatron_style.train import train
 from tests.support.runs import tiny_run
@@ -34,7 +34,7 @@ def corpus(tmp_path: Path) -> Path:
         records.append(json.dumps({"text": words}) + "\n")
     (tmp_path / "x.jsonl").write_text("".join(records))
     inputs = ("--train", tmp_path / "x.jsonl", "--valid", tmp_path / "x.jsonl")
-    done = run_here(prepare, *inputs, "--end-of-document", "<s>", "--output", tmp_path / "data")
+    done = run_here(prepare, *inputs, "--tokenizer", "words", "--end-of-document", "<s>", "--output", tmp_path / "data")
     assert done.code == 0, done.err
     return tmp_path / "data"
 

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 import megatron_style.engine.session  # noqa: F401  once, before ranks are forked
 from megatron_style.convert import main as convert
 from megatron_style.data.store import TokenStoreWriter
-from megatron_style.data.tokenizer import BpeTokenizer
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.data.tokenizer import UNK, BpeTokenizer
 from megatron_style.evaluate import main
+from megatron_style.parallel.local_ranks import run_ranks
 from tests.support.launch import launch
 from tests.support.oracle import ORACLE, needs_oracle
 from tests.support.tiny import VOCAB_SIZE, L, content, expect_refusal, run_here, tiny_config, write_tiny_model
@@ -93,6 +93,23 @@ def test_the_result_is_one_json_object(tiny: Path) -> None:
     assert facts["loss_bits"] == pytest.approx(facts["loss_nats"] / math.log(2))
     assert (facts["tokens"], facts["context_min"], facts["context_max"]) == (50, L + 1, 2 * L)
     assert facts["tokens_per_second"] > 0
+
+
+def test_without_a_mode_the_models_own_is_used(tiny: Path) -> None:
+    with_cache = json.loads(run_here(main, tiny / "model", "--data", tiny / "valid", "--json").out)
+    assert with_cache["mode"] == "cached"
+    shutil.rmtree(tiny / "model")
+    config = tiny_config()
+    plain = config.model.model_copy(update={"cache": False})
+    write_tiny_model(tiny / "model", config.model_copy(update={"model": plain, "cache_length": 0}))
+    without = json.loads(run_here(main, tiny / "model", "--data", tiny / "valid", "--json").out)
+    assert without["mode"] == "nonoverlapping"
+
+
+def test_the_share_of_unknown_tokens_is_told(tiny: Path) -> None:
+    write_store(tiny / "strange", np.array([5, UNK, 6, UNK, 7, 8, 9, 2]))
+    facts = json.loads(run_here(main, tiny / "model", "--data", tiny / "strange", "--json").out)
+    assert facts["unknown_share"] == 0.25
 
 
 def test_without_json_the_same_numbers_are_lines_for_people(tiny: Path) -> None:

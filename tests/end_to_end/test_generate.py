@@ -197,6 +197,30 @@ def test_what_was_said_is_context_until_it_is_reset(model: Path) -> None:
     assert talk(model, "w1 w2 w3\n/reset\nw4", *greedy).out == f"{first}\n{alone}\n"
 
 
+def test_help_is_told_and_quit_leaves(model: Path) -> None:
+    done = talk(model, "/help\nw1 w2 w3\n/quit\nw4\n")
+    assert done.err.count("/reset forgets the text so far") == 1
+    assert done.out == generate(model, "--tokens", 9).out
+
+
+def test_a_conversation_on_a_terminal_begins_with_a_greeting(model: Path) -> None:
+    with patch.object(sys, "stdin", io.StringIO("")) as stdin, patch.object(stdin, "isatty", return_value=True):
+        done = run_here(main, model, "--interactive")
+    assert done.err.startswith("The model continues each line that you type.")
+
+
+def test_a_dash_reads_the_prompt_from_standard_input(model: Path) -> None:
+    with patch.object(sys, "stdin", io.StringIO("w1 w2 w3\n")):
+        done = generate(model, "--tokens", 9, prompt="-")
+    assert (done.code, done.out) == (0, generate(model, "--tokens", 9).out)
+
+
+@pytest.mark.parametrize("flags", [["--interactive"], ["--prompt", "-"]])
+def test_a_closed_standard_input_is_refused(model: Path, flags: list[str]) -> None:
+    with patch.object(sys, "stdin", None):
+        expect_refusal(run_here(main, model, *flags), "standard input: is closed")
+
+
 def test_an_empty_line_goes_on(model: Path) -> None:
     longer = json.loads(generate(model, "--tokens", 27, "--json").out)["text"]
     assert " ".join(talk(model, "w1 w2 w3\n\n\n").out.split()) == " ".join(longer.split())

@@ -44,7 +44,7 @@ def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.stem)
 def test_every_run_file_has_a_plan(path: Path) -> None:
-    gpus = 16 if path.stem == "own_text" else 64  # its updates are too small for more
+    gpus = 16 if path.stem == "mine" else 64  # its updates are too small for more
     told = planned(path, "--gpus", str(gpus))
     assert told["data"] * told["tensor"] == gpus
     for stage in told["stages"]:

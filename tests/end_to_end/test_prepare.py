@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -22,11 +23,13 @@ import pytest
 from megatron_style.base.command import run_command
 from megatron_style.base.errors import UserError
 from megatron_style.data.inspection import RECORD_SUFFIX
+from megatron_style.data.preparation import passes
 from megatron_style.data.preparation.prepare import Recipe, prepare_corpus
+from megatron_style.data.preparation.work import work_folder
 from megatron_style.data.preparation.workers import worker_pool
-from megatron_style.data.readers.chunks import ReadOptions
+from megatron_style.data.readers.chunks import ReadOptions, chunks_of
 from megatron_style.data.readers.inputs import InputFile, find_inputs
-from megatron_style.data.store import open_store
+from megatron_style.data.store import TokenStoreWriter, open_store
 from megatron_style.data.text import file_digest
 from megatron_style.data.tokenizer import load_tokenizer
 from megatron_style.prepare import main
@@ -107,7 +110,8 @@ def test_the_record_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "a").write_text("x y x\n\nx\n")
     (tmp_path / "b").write_text("x z")
     out = tmp_path / "out"
-    assert exit_code("--train", tmp_path / "a", "--valid", tmp_path / "b", "--output", out, "--json") == 0
+    flags = ["--train", tmp_path / "a", "--valid", tmp_path / "b", "--tokenizer", "words"]
+    assert exit_code(*flags, "--output", out, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["status"], shown["vocab_size"], shown["valid_unknown"]) == ("written", 8, 1)
     record = json.loads((out / "corpus.json").read_text())
@@ -147,7 +151,7 @@ def test_ranks_of_mpirun_write_the_same_bytes_and_speak_once(tmp_path: Path, tex
 
 def test_a_ten_megabyte_line_is_a_line_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("first\n" + "word " * 2_000_000 + "\nlast")
-    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt"]
+    flags = ["--train", tmp_path / "long.txt", "--valid", tmp_path / "long.txt", "--tokenizer", "words"]
     assert exit_code(*flags, "--output", tmp_path / "out", "--workers", 2) == 0
     assert open_store(tmp_path / "out" / "train").line_sizes.tolist() == [2, 2_000_001, 2]
 
@@ -158,12 +162,22 @@ def test_byte_pairs_give_the_text_back(tmp_path: Path, text: list[str]) -> None:
     assert decoded == (tmp_path / "valid.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", ["words", "bpe"])
-def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, text: list[str], kind: str) -> None:
-    assert exit_code(*text, "--tokenizer", kind, "--output", tmp_path / "first") == 0
-    assert exit_code(*text, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
+@pytest.mark.parametrize(
+    "end", [[], ["--end-of-document", "<s>"], ["--end-of-document", "w2é", "--format", "megatron"]]
+)
+@pytest.mark.parametrize("kind", [["--threshold", 3], ["--tokenizer", "bpe", "--vocab-size", 400]])
+def test_a_tokenizer_can_be_reused_from_another_corpus(tmp_path: Path, kind: list[object], end: list[str]) -> None:
+    """A text that is renumbered after it has been counted gets the ids of one that is encoded."""
+    if "bpe" in kind and "w2é" in end:
+        end = ["--end-of-document", "<pad>", *end[2:]]  # byte pairs of a text cannot end documents
+    shards(tmp_path / "in")
+    inputs = ["--train", tmp_path / "in", "--valid", tmp_path / "in" / "a.txt", *end]
+    assert exit_code(*inputs, *kind, "--output", tmp_path / "first") == 0
+    assert exit_code(*inputs, "--dictionary", tmp_path / "first", "--output", tmp_path / "second") == 0
     first, second = content(tmp_path / "first"), content(tmp_path / "second")
-    assert {name for name in first if first[name] != second[name]} == {"corpus.json"}
+    assert {name for name in first | second if first.get(name) != second.get(name)} == {"corpus.json"}
+    counts = [json.loads(files["corpus.json"])["splits"] for files in (first, second)]
+    assert counts[0] == counts[1]
 
 
 # An output that exists already
@@ -204,7 +218,7 @@ def test_another_recipe_is_refused_unless_told_to_overwrite(
     tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert exit_code(*text, "--output", out) == 0
+    assert exit_code(*text, "--tokenizer", "words", "--output", out) == 0
     before = content(out)
     assert exit_code(*text, "--threshold", 3, "--output", out) == 2
     assert "its threshold is 0, not 3" in capsys.readouterr().err
@@ -247,7 +261,7 @@ BAD_FLAGS = {
     "a folder without text": (["--train", "{dir}/folder", "--valid", "{dir}/valid.txt"], "folder: holds no file whose"),
     "a pattern without files": (["--train", "{dir}/*.xml", "--valid", "{dir}/valid.txt"], "no file matches"),
     "a token that is none": (
-        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--end-of-document", "<eod>"],
+        ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "1", "--end-of-document", "<eod>"],
         "--end-of-document <eod>: the tokenizer has no such token",
     ),
     "the token of line ends": (
@@ -256,14 +270,14 @@ BAD_FLAGS = {
     ),
     "byte pairs that a text may have": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--tokenizer", "bpe", "--end-of-document", "w"],
-        "--end-of-document w: documents have this token, too; name <s> or <pad>",
+        "--end-of-document w: is not a special token of byte pairs; name <s> or <pad>",
     ),
     "an empty file": (["--train", "{dir}/empty.txt", "--valid", "{dir}/valid.txt"], "empty.txt: is empty"),
     "binary garbage": (["--train", "{dir}/train.txt", "--valid", "{dir}/garbage.txt"], "garbage.txt: byte 5 is"),
     "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),
     "a corpus and files": (["--corpus", "sotu", "--train", "{dir}/train.txt"], "brings its own files"),
     "nothing": ([], "nothing to prepare"),
-    "no validation text": (["--train", "{dir}/train.txt"], "--valid FILE"),
+    "no validation text": (["--train", "{dir}/train.txt"], "--valid: missing; give held-out files"),
     "too high a threshold": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "999999"],
         "--threshold 999999 leaves no words",
@@ -326,7 +340,7 @@ def test_a_file_size_limit_ends_in_one_line_and_leaves_nothing(tmp_path: Path, t
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); "
     limited += "from megatron_style.prepare import main; from megatron_style.base.command import run_command; "
     limited += "run_command(lambda: main(sys.argv[1:]))"
-    done = run([sys.executable, "-c", limited, *text, "--output", tmp_path / "out"])
+    done = run([sys.executable, "-c", limited, *text, "--tokenizer", "words", "--output", tmp_path / "out"])
     assert done.returncode == 1
     assert [line for line in done.stderr.splitlines() if "rror" in line] == ["error: [Errno 27] File too large"]
     assert only_inputs_left(tmp_path)
@@ -340,11 +354,15 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
     if os.geteuid() != 0 or run(["unshare", "-m", "sh", "-c", mount]).returncode != 0:
         pytest.skip("a small disk is mounted: run the tests as root, in a container with CAP_SYS_ADMIN")
     train = write_text(tmp_path / "big.txt", 150_000)
-    flags = f"--train {train} --valid {train} --output {disk}/out"
+    flags = f"--train {train} --valid {train} --tokenizer words --output {disk}/out"
     script = f"{mount} && {' '.join(PREPARE)} {flags}; code=$?; ls -A {disk}; exit $code"
     done = run(["unshare", "-m", "sh", "-c", script])
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"error: {disk}/out: cannot be written (No space left on device): the disk mounted at {disk} has"
+    )
+    assert last.endswith("of 1.0 MiB free; free some, or choose another disk")
     assert done.stdout == ""  # nothing on the disk
 
 
@@ -389,7 +407,7 @@ def peak_memory(train: Path, valid: Path, output: Path, *flags: object) -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     valid = write_text(tmp_path / "valid.txt", 10_000)
-    assert exit_code("--train", valid, "--valid", valid, "--output", tmp_path / "small") == 0
+    assert exit_code("--train", valid, "--valid", valid, "--tokenizer", "words", "--output", tmp_path / "small") == 0
     block = valid.read_bytes()
     peaks = []
     for megabytes in (32, 64):
@@ -455,6 +473,55 @@ def test_a_preparation_interrupted_anywhere_resumes_with_the_same_bytes(
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_renumbering_that_was_interrupted_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe({"train": files, "valid": files[:1]}, kind, 320, reading=ReadOptions(chunk_bytes=800))
+    prepare_corpus(recipe, tmp_path / "expected", InterruptedPool(10**6))
+    for results in (1, 3, 5):
+        left = iter(range(results))
+
+        class Interrupted(TokenStoreWriter):
+            def append(self, *args: Any) -> None:
+                if next(left, None) is None:  # noqa: B023  used in this round only
+                    raise KeyboardInterrupt
+                super().append(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(passes, "TokenStoreWriter", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_corpus(recipe, tmp_path / "out", InterruptedPool(10**6), save_seconds=0)
+        pool = InterruptedPool(10**6)
+        prepare_corpus(recipe, tmp_path / "out", pool, save_seconds=0, overwrite=True)
+        assert content(tmp_path / "out") == content(tmp_path / "expected")
+        valid_chunks = len(list(chunks_of(files[:1], recipe.reading)))
+        assert 10**6 - pool.left == len(files) + valid_chunks  # digests, and nothing of the training text
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_interrupted_work_is_removed_when_the_output_becomes_another(tmp_path: Path) -> None:
+    files = shards(tmp_path / "in")
+    recipe = Recipe({"train": files, "valid": files[:1]}, "words")
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(recipe, tmp_path / "out", InterruptedPool(7), save_seconds=0)
+    (left,) = tmp_path.glob(".out*")
+    with pytest.raises(UserError, match="--threshold 999"):
+        prepare_corpus(replace(recipe, threshold=999), tmp_path / "out", InterruptedPool(100))
+    assert list(tmp_path.glob(".out*")) == [left]
+    prepare_corpus(replace(recipe, threshold=2), tmp_path / "out", InterruptedPool(100))
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_interrupt_before_the_work_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_style.data.preparation.work.fcntl.flock", interrupt)
+    with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "out", {}):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[str]) -> None:
     files = [InputFile.at(Path(path)) for path in text[1::2]]
     recipe = Recipe({"train": files[:1], "valid": files[1:]}, "words")
@@ -473,7 +540,7 @@ def test_two_preparations_of_one_output_do_not_meet(tmp_path: Path, text: list[s
 def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x y\\nx"}\n{"body": ""}\n{"other": 1}\n{"body": "y"}\n')
     (tmp_path / "b.txt").write_text("x\n\ny\n")
-    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json"]
+    flags = ["--train", tmp_path, "--valid", tmp_path / "b.txt", "--key", "body", "--json", "--threshold", 1]
     assert exit_code(*flags, "--output", tmp_path / "bad") == 2
     assert "a.jsonl:3: has no key `body`, but other" in capsys.readouterr().err
     out = tmp_path / "out"
@@ -490,9 +557,22 @@ def test_documents_are_records_rows_and_files(tmp_path: Path, capsys: pytest.Cap
     assert store.line_sizes.tolist() == [3, 3, 2, 3, 2, 1, 3]
 
 
+@pytest.mark.parametrize("kind", ["words", "bpe"])
+def test_what_was_left_out_is_named_when_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n[\n')
+    (tmp_path / "b.txt").write_text("x\n")
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "b.txt", "--skip-bad", "--tokenizer", kind]
+    assert exit_code(*flags, "--output", tmp_path / "out") == 2
+    shown = capsys.readouterr().err
+    assert shown.count("left out: ") == 1
+    assert "a.jsonl:1: has no key `text`, but body" in shown
+
+
 def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x y\\nx"}\n{"text": "y"}\n')
-    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron"]
+    flags = ["--train", tmp_path / "a.jsonl", "--valid", tmp_path / "a.jsonl", "--format", "megatron", "--threshold", 1]
     assert exit_code(*flags, "--output", tmp_path / "out") == 0
     index = (tmp_path / "out" / "train.idx").read_bytes()
     expected = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2, 3)
@@ -502,3 +582,88 @@ def test_the_megatron_dialect_is_as_its_own_tools_write_it(tmp_path: Path) -> No
     assert store.documents is not None
     assert store.documents.starts_of(np.arange(7)).tolist() == [0] * 5 + [5] * 2
     assert not (tmp_path / "out" / "train.documents.npy").exists()
+
+
+# Text of one's own
+
+
+def test_the_tokenizer_for_ones_own_text_is_bpe_unless_a_threshold_counts_words(
+    tmp_path: Path, text: list[str]
+) -> None:
+    kinds = {}
+    for name, flags in {"plain": [], "counted": ["--threshold", 2], "asked": ["--tokenizer", "words"]}.items():
+        assert exit_code(*text, *flags, "--output", tmp_path / name) == 0
+        kinds[name] = json.loads((tmp_path / name / "corpus.json").read_text())["tokenizer"]
+    assert kinds == {"plain": "bpe", "counted": "words", "asked": "words"}
+
+
+@pytest.mark.parametrize(("suffix", "shape"), [(".txt", "{}"), (".jsonl", '{{"text": "{}"}}')])
+def test_a_share_of_one_file_is_held_out_at_its_end(tmp_path: Path, suffix: str, shape: str) -> None:
+    """Both parts together are the file, cut at a line end."""
+    file = tmp_path / f"all{suffix}"
+    file.write_text("".join(shape.format(f"w{number:03d}") + "\n" for number in range(200)))
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        flags = ["--valid-share", "0.05", "--tokenizer", "words", "--workers", workers]
+        assert exit_code("--train", file, "--output", out, *flags) == 0
+        tokenizer = load_tokenizer(out)
+        lines = [tokenizer.decode(open_store(out / split).tokens).split() for split in ("train", "valid")]
+        assert lines[0] == [f"w{number:03d}" for number in range(190)]
+        assert len(lines[1]) == 10
+        assert set(lines[1]) == {"<unk>"}
+    assert content(tmp_path / "out1") == content(tmp_path / "out2")
+    other = ["--valid-share", "0.1", "--tokenizer", "words"]
+    assert exit_code("--train", file, *other, "--output", tmp_path / "out1") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--valid-share", "1.5"], "--valid-share: '1.5' is not a share such as 0.01, between 0 and 1"),
+        (["--valid-share", "0.00001"], "nothing of {train} would be held out"),
+        (["--valid-share", "0.1", "--valid", "{train}"], "--valid brings held-out text of its own; leave out one"),
+        ([], "there is no held-out text; give --valid FILE..., or --valid-share 0.01"),
+    ],
+)
+def test_a_share_that_cannot_be_held_out_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    train = write_text(tmp_path / "train.txt", 50)
+    given = [flag.format(train=train) for flag in flags]
+    assert exit_code("--train", train, "--output", tmp_path / "out", *given) == 2
+    assert message.format(train=train) in capsys.readouterr().err
+    assert only_inputs_left(tmp_path)
+
+
+def test_compressed_files_cannot_be_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = tmp_path / "train.txt.gz"
+    train.write_bytes(gzip.compress(b"one\ntwo\n"))
+    assert exit_code("--train", train, "--valid-share", "0.5", "--output", tmp_path / "out") == 2
+    assert f"--valid-share: {train} can only be read from its beginning" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.txt.gz", "t.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    plain = b'{"text": "a b"}\n' if name.endswith("jsonl") else b"a b\n"
+    stores = {}
+    for folder, mark in (("with", b"\xef\xbb\xbf"), ("without", b"")):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / name
+        file.write_bytes(gzip.compress(mark + plain) if name.endswith("gz") else mark + plain)
+        out = tmp_path / f"out_{folder}"
+        assert exit_code("--train", file, "--valid", file, "--tokenizer", "words", "--output", out) == 0
+        stores[folder] = [(out / name).read_bytes() for name in ("dict.txt", "train.bin")]
+    assert stores["with"] == stores["without"]
+
+
+@pytest.mark.parametrize(("unknown", "warns"), [(2, False), (3, True)])
+def test_many_unknown_words_are_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], unknown: int, warns: bool
+) -> None:
+    (tmp_path / "train.txt").write_text("known\n")
+    (tmp_path / "valid.txt").write_text("known " * (100 - unknown) + "strange " * unknown + "\n")
+    inputs = ["--train", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt"]
+    assert exit_code(*inputs, "--tokenizer", "words", "--output", tmp_path / "out") == 0
+    told = capfd.readouterr().err
+    assert ("warning: 3.0% of the words of valid are unknown" in told) == warns
+    assert "--tokenizer bpe" in told or not warns

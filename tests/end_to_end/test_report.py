@@ -269,3 +269,14 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     assert other.read_text() == "years of work"
     assert run_here(main, run, "--output", other, "--overwrite").code == 0
     assert run_here(main, run, "--output", other).code == 0  # now it is one
+
+
+def test_without_an_output_the_page_is_next_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / name, SMALL)
+    monkeypatch.chdir(tmp_path)
+    assert report("one").code == 0
+    assert (tmp_path / "one" / "report.html").is_file()
+    assert report("one", "two").code == 0
+    assert (tmp_path / "report.html").is_file()
+    expect_refusal(report("three"), "three")

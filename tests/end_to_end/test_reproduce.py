@@ -198,7 +198,7 @@ def test_emitted_commands_are_ordinary_and_nothing_is_run(tmp_path: Path, monkey
 def test_emitted_commands_find_their_text(tmp_path: Path, texts: Path) -> None:
     files = [word for split in ("train", "valid", "test") for word in (f"--{split}", texts / f"{split}.txt")]
     emit = ("--table", 4, *MINIATURE, "--emit", "--output", tmp_path / "out", "--corpus")
-    expect_refusal(run_here(main, *emit, texts), "--emit", "must be prepared first", "--train")
+    expect_refusal(run_here(main, *emit, texts), "--emit", "must be prepared first", "--train", "--tokenizer words")
     run_here(prepare, *files, "--tokenizer", "words", "--output", tmp_path / "corpus", "--workers", 1)
     lines = run_here(main, *emit, tmp_path / "corpus").out.splitlines()
     assert len(lines) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.data.tokenizer import WordDictionary
+from megatron_style.data.word_dictionary import WordDictionary
 from tests.support.launch import ROOT
 from tests.support.screen import Screen, on_a_terminal
 from tests.support.tiny import VOCAB_SIZE, write_tiny_model

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_style import convert, evaluate, generate
-from megatron_style.data.tokenizer import WordDictionary, load_tokenizer
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.data.tokenizer import load_tokenizer
+from megatron_style.data.word_dictionary import WordDictionary
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.resuming import make_run, train_until
 from tests.support.tiny import expect_refusal, run_here, tiny_dictionary

@@ -14,9 +14,9 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_style.config.run_file import load_run
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import score
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import main
 from tests.support.launch import launch
 from tests.support.runs import tiny_run

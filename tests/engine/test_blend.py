@@ -14,10 +14,10 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
 from megatron_style.model.shortformer import Output
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule, StepPlan
 from tests.support.blends import SIZES, blend_in, with_data, write_blend
 from tests.support.models import MODELS, model_config

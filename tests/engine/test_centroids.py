@@ -18,12 +18,12 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.engine.spikes import Spike
 from megatron_style.formats import model_folder, run_checkpoint
 from megatron_style.formats.transfer import transfer
 from megatron_style.model.routing import moved
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.models import model_config
 from tests.support.resuming import expect_close, exported_weights, make_run, metrics, on_ranks

@@ -16,8 +16,8 @@ from megatron_style.base.command import EXIT_DIVERGED, run_command
 from megatron_style.base.errors import Diverged
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.held_out import HeldOut, held_out
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.resuming import make_run, metrics, on_ranks
 

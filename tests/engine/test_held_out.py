@@ -12,9 +12,9 @@ import pytest
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.inference.held_out import HeldOut, held_out
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.models import COMPRESSED
 from tests.support.resuming import make_run

@@ -16,12 +16,12 @@ from megatron_style.config.run import RunConfig
 from megatron_style.engine import build as build_module
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.formats import model_folder
 from megatron_style.formats.source import ModelSource, tensors_of
 from megatron_style.formats.transfer import return_freed_memory
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.peak_memory import peak_memory
 from megatron_style.parallel.sharding import initialise, layouts_of
 from megatron_style.parallel.topology import Axis

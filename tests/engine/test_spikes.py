@@ -22,9 +22,9 @@ from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.config.run import RunConfig, SpikeConfig
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.engine.spikes import extend_window, find_spike, loss_of_all_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.topology import Topology
 from megatron_style.train import train
 from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks

@@ -15,11 +15,11 @@ from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.preflight import preflight
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
 from megatron_style.parallel.dropout import replicated_dropout, sharded_relu
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.randomness import Noise, seed_sharded_dropout
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule

@@ -21,10 +21,10 @@ from megatron_style.config.run import OutputConfig, RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.journal.journal import Journal
 from megatron_style.model.memory import Memory
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.supervision.signals import StopSignals
 from megatron_style.supervision.stop import StopRequest

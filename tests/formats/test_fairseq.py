@@ -11,12 +11,12 @@ import torch
 
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.formats import fairseq, model_folder
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.formats.start import open_start
 from megatron_style.formats.transfer import transfer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.oracle import ORACLE, needs_oracle, read_blocks, recorded, recorded_tokens, reference_loss

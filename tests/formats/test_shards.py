@@ -17,13 +17,13 @@ from megatron_style.base.errors import UserError
 from megatron_style.base.model_files import INDEX, WEIGHTS, has_weights, is_shard, weight_files
 from megatron_style.config.run import RunConfig
 from megatron_style.convert import main
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.formats import model_folder
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource, tensors_of
 from megatron_style.formats.tensor_files import write_sharded
 from megatron_style.formats.transfer import export_huggingface, export_model, import_transformer_xl
 from megatron_style.paper.work.evaluations import weights_digest
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.models import MODELS, model_config
 from tests.support.oracle import oracle_is_here

@@ -20,12 +20,12 @@ from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.build import build_engine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.formats import model_folder
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource, parameters_of
 from megatron_style.formats.transfer import EXTRA_MEMORY
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.schedule.stages import StageSchedule
 from tests.support.resuming import make_run
 from tests.support.training import write_corpus

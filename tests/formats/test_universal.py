@@ -24,7 +24,6 @@ from megatron_style.config.run import RunConfig
 from megatron_style.convert import main
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.optimizer import make_optimizer
 from megatron_style.engine.session import distributed_session
 from megatron_style.engine.zero_layout import MpuView
@@ -33,6 +32,7 @@ from megatron_style.formats.formats import open_model
 from megatron_style.formats.source import ModelSource
 from megatron_style.formats.transfer import transfer
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise, layouts_of, shard_of
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import StageSchedule

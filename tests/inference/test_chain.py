@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring.modes import MODES
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.reader import Reader
 from megatron_style.inference.scoring.score import score
 from megatron_style.model.memory import Reach
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis, Topology
 from tests.support.models import MODELS, model_config

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.decoder import Decoder
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis, Topology
 from tests.support.models import model_config

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import OutputConfig
 from megatron_style.data.corpus import Corpus
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.greedy import continue_greedily
 from megatron_style.inference.held_out import held_out
 from megatron_style.inference.sampling import Sampler, generate
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import Score, score
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis, Topology
 from megatron_style.schedule.stages import Stage

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_style.base.errors import UserError
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.scoring.modes import contexts, make_protocol
 from megatron_style.inference.scoring.protocol import Protocol, Request
 from megatron_style.inference.scoring.score import Score, score
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Topology

@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_style.base.events import TrainEvent, read_events
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.model.shortformer import Output
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.models import model_config
 from tests.support.runs import tiny_run

@@ -9,7 +9,7 @@ import pytest
 from megatron_style.base.events import SampleEvent, TrainEvent, ValidEvent, read_events
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.reporting.history import read_runs
 from megatron_style.reporting.page import page
 from megatron_style.train import train

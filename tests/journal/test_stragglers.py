@@ -15,9 +15,9 @@ from megatron_style.base.events import TrainEvent, read_events
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.engine import TrainingEngine
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.journal.stragglers import gather_times, spread_of
 from megatron_style.model.shortformer import Output
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.phase_times import PHASES, PhaseTimes
 from megatron_style.parallel.topology import Topology
 from megatron_style.train import train

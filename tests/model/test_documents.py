@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.decoder import Decoder
 from megatron_style.inference.greedy import continue_greedily
 from megatron_style.inference.sampling import Reencoder
@@ -23,6 +22,7 @@ from megatron_style.model.attention import attention_of
 from megatron_style.model.documents import ages_of
 from megatron_style.model.memory import UNLIMITED, Recalled
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise, layout_of, shard
 from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis, Topology

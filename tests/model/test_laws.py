@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import EvaluationMode, ModelFolderConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.formats.certificate import fixed_text, streamed_nll
 from megatron_style.formats.formats import FORMATS, check_holds
 from megatron_style.formats.source import ModelSource, unheld
@@ -23,6 +22,7 @@ from megatron_style.inference.scoring.score import score
 from megatron_style.model.attention import attention_of
 from megatron_style.model.shape import parameters
 from megatron_style.model.shortformer import Output, Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise, layout_of, shard
 from megatron_style.parallel.topology import Axis, Topology
 from megatron_style.rehearsal.live_bytes import bytes_of

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.inference.sampling import open_walk
 from megatron_style.inference.scoring.modes import make_protocol
 from megatron_style.inference.scoring.protocol import Request
 from megatron_style.model.kernels.attend import attend_in_blocks
 from megatron_style.model.routing import attend_to_members, cluster_loss, moved, nearest, normed, tally_of
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise, layout_of, shard, shard_of
 from megatron_style.parallel.topology import Topology
 from tests.support.models import MODELS

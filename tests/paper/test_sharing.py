@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.paper.work.jobs import waves
 from megatron_style.paper.work.sharing import TAKEN, begins_like, take_over
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, write_corpus

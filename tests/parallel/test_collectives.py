@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.parallel.collectives import broadcast_json, gather_json
+from megatron_style.parallel.local_ranks import run_ranks
 
 
 def value_of(rank: int) -> Any:

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_style.config.model import ModelConfig
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import initialise, layout_of, layouts_of, shard, unshard
 from megatron_style.parallel.topology import Axis, Topology
 

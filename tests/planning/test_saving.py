@@ -8,7 +8,7 @@ import pytest
 
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import OutputConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.planning.saving import SavingEstimate
 from megatron_style.planning.setup import setup_of, sharding_of
 from megatron_style.planning.text import text_facts

@@ -19,8 +19,8 @@ from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.planning.setup import setup_of, sharding_of
 from megatron_style.planning.text import text_facts
 from megatron_style.planning.traffic import Traffic, estimate_traffic

@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_style.base.errors import RunFailed, Stopped, UserError
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.hosts.board import Board, new_board, open_board
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.supervision.heartbeat import Heartbeat, Watch
 from megatron_style.supervision.process import Process
 from megatron_style.supervision.record import RankRecord, Seen, read_records, read_status

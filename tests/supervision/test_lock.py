@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.supervision.lock import STALE_SECONDS, FolderLock, Owner
 from megatron_style.supervision.process import Process, started_at, this_process
 from megatron_style.supervision.run_guard import guard_run

@@ -15,11 +15,10 @@ import pytest
 
 from megatron_style.base.errors import UserError
 from megatron_style.supervision.cluster import Hosts, divisible, signal_ranks
-from megatron_style.supervision.launch_spec import LaunchSpec
 from megatron_style.supervision.lock import FolderLock
 from megatron_style.supervision.process import Process, started_at, this_process
 from megatron_style.supervision.record import RankRecord, read_records, write_record
-from megatron_style.supervision.supervisor import Failed, Supervisor
+from megatron_style.supervision.supervisor import Failed, LaunchSpec, Supervisor
 from tests.support.runs import tiny_run
 
 pytestmark = pytest.mark.slow

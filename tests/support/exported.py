@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer, WordDictionary
+from megatron_style.data.tokenizer import BpeTokenizer, Tokenizer
+from megatron_style.data.word_dictionary import WordDictionary
 from megatron_style.formats.huggingface import folder as huggingface
 from megatron_style.formats.huggingface.modeling_shortformer import ShortformerForCausalLM
 from megatron_style.formats.source import ModelSource

@@ -42,7 +42,6 @@ from megatron_style.datastore.search import nearest
 from megatron_style.datastore.store import open_datastore
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.ds_config import check_one_home, complete_ds_config, read_ds_config
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.formats import fairseq, model_folder, universal
 from megatron_style.formats.formats import open_model
@@ -51,6 +50,7 @@ from megatron_style.formats.source import ModelSource
 from megatron_style.hosts.hosts import read_hostfile
 from megatron_style.inference.decoder import Reading
 from megatron_style.journal.metrics_file import MetricsFile
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.reporting.history import read_run
 from megatron_style.reporting.page import page
 from megatron_style.schedule.stages import StageSchedule

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_style.checkpoint.manifest import FILE, Damaged, check_file, read_manifest
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
 from tests.support.resuming import age_event_files, damage
 

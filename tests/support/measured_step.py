@@ -16,9 +16,9 @@ from megatron_style.data.corpus import Corpus, open_corpus
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.topology import Topology
 from megatron_style.rehearsal.live_bytes import LiveBytes, bytes_of

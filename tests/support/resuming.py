@@ -16,7 +16,7 @@ from megatron_style.base.errors import Stopped
 from megatron_style.checkpoint.logical import LogicalReader
 from megatron_style.checkpoint.manifest import read_manifest
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.local_ranks import run_ranks
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.supervision.stop import Asked
 from megatron_style.train import train
 from tests.support.runs import tiny_run

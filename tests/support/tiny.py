@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_style.base.command import run_command
 from megatron_style.config.model import ModelFolderConfig
-from megatron_style.data.tokenizer import Tokenizer, WordDictionary
+from megatron_style.data.tokenizer import Tokenizer
+from megatron_style.data.word_dictionary import WordDictionary
 from megatron_style.formats.fairseq import fairseq_names
 from megatron_style.formats.formats import open_model
 from megatron_style.formats.model_folder import write_atomically

@@ -17,9 +17,9 @@ from megatron_style.data.store import TokenStoreWriter
 from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
-from megatron_style.engine.local_ranks import run_ranks
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.memory import Memory
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import buffer_layouts_of, layouts_of
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule

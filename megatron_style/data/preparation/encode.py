@@ -37,6 +37,13 @@ class EncodedChunk:
 
 
 @dataclass(frozen=True)
+class CountedChunk:
+    encoded: EncodedChunk
+    words: Sequence[str]  # that the ids stand for, unless a tokenizer says it
+    counts: NDArray[np.int64]  # of each id
+
+
+@dataclass(frozen=True)
 class EncodeOptions:
     tokenizer_folder: Path
     dialect: str = "fairseq"  # of the store
@@ -67,12 +74,10 @@ def chunk_of(found: Texts, encoded: Encoded, *, closes: bool, end_of_document: i
     return EncodedChunk(ids, sizes, ends, encoded.words, 0, found.left_out, found.first_left_out)
 
 
-def count_ids(
-    options: EncodeOptions, read_options: ReadOptions, chunk: Chunk
-) -> tuple[EncodedChunk, NDArray[np.int64]]:
-    """Encode a chunk, and count how often it has each id."""
+def count_ids(options: EncodeOptions, read_options: ReadOptions, chunk: Chunk) -> CountedChunk:
     encoded = encode_chunk(options, read_options, chunk)
-    return encoded, np.bincount(encoded.ids, minlength=_tokenizer_in(options.tokenizer_folder).vocab_size)
+    counts = np.bincount(encoded.ids, minlength=_tokenizer_in(options.tokenizer_folder).vocab_size)
+    return CountedChunk(encoded, (), counts)
 
 
 def train_bpe(files: Sequence[InputFile], vocab_size: int, options: ReadOptions, folder: Path) -> None:

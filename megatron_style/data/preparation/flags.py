@@ -72,7 +72,7 @@ def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[InputFile]], s
     if "train" not in given:
         raise UserError("nothing to prepare: give --train FILE... and --valid FILE..., or --corpus NAME")
     if "valid" not in given and args.valid_share is None:
-        raise UserError("--valid: missing; give held-out files, or --valid-share 0.01 to hold out a part of --train")
+        raise UserError("there is no held-out text; give --valid FILE..., or --valid-share 0.01, a part of --train")
     suited = "bpe" if args.threshold is None else "words"  # a threshold is one of words
     return {split: find_inputs(paths) for split, paths in given.items()}, suited
 

@@ -97,6 +97,8 @@ def encode_split(
     with TokenStoreWriter(prefix, tokenizer.vocab_size, dialect=options.dialect, done=written) as writer:
         for done in encoded:
             writer.append(done.result.ids, done.result.line_sizes, done.result.document_ends)
+            if not is_counted:  # then they have been reported
+                report_left_out(done.result, counts.left_out)
             counts = _added(counts, done.result)
             if done.closes and passes.work.is_due():
                 state = {"files": done.files, "written": asdict(writer.sync()), "counts": asdict(counts)}
@@ -133,9 +135,13 @@ def _renumbered(
             yield Done(replace(chunk, unknown=unknown), size, complete, closes)
 
 
-def _added(counts: SplitCounts, encoded: EncodedChunk) -> SplitCounts:
-    if encoded.first_left_out and counts.left_out < _REPORTED:
+def report_left_out(encoded: EncodedChunk, before: int) -> None:
+    """Name the first part that was left out of a chunk, unless `before` says that enough are known."""
+    if encoded.first_left_out and before < _REPORTED:
         log(f"left out: {encoded.first_left_out}")
+
+
+def _added(counts: SplitCounts, encoded: EncodedChunk) -> SplitCounts:
     return replace(
         counts,
         words=counts.words + encoded.words,

@@ -129,9 +129,10 @@ def _check_end_of_document(recipe: Recipe) -> None:
     name = recipe.end_of_document
     if name is None or recipe.tokenizer == "pretrained":
         return
-    is_text = recipe.tokenizer == "bpe" and name not in SPECIALS  # of words, the text's own are made unknown
-    if is_text or name in (SPECIALS[EOS], SPECIALS[UNK]):
+    if name in (SPECIALS[EOS], SPECIALS[UNK]):
         raise UserError(f"--end-of-document {name}: documents have this token, too; name <s> or <pad>")
+    if recipe.tokenizer == "bpe" and name not in SPECIALS:  # of words, the text's own are made unknown
+        raise UserError(f"--end-of-document {name}: is not a special token of byte pairs; name <s> or <pad>")
 
 
 def _end_of_document(recipe: Recipe, tokenizer: Tokenizer) -> int | None:
@@ -172,7 +173,7 @@ def _make_tokenizer(recipe: Recipe, passes: Passes) -> Tokenizer:
 
 def _identity(recipe: Recipe, pool: WorkerPool) -> dict[str, Any]:
     """Return the recipe as the record keeps it: settings, and sources by digest, so that moved files are the same."""
-    paths = [file.path for file in chain.from_iterable(recipe.splits.values())]
+    paths = dict.fromkeys(file.path for file in chain.from_iterable(recipe.splits.values()))
     digests = dict(zip(paths, pool.map(file_digest, paths), strict=True))
     sources = {}
     for split, files in recipe.splits.items():

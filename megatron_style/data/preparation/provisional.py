@@ -6,17 +6,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_style.base.files import atomic_file
+from megatron_style.base.files import StreamedFile, atomic_file
 from megatron_style.data.preparation.encode import EncodedChunk
 from megatron_style.data.preparation.work import SCRATCH_PREFIX
 
@@ -24,12 +22,12 @@ _CHUNKS_FILE = f"{SCRATCH_PREFIX}chunks"
 _FINAL_IDS_FILE = f"{SCRATCH_PREFIX}final_ids.npy"
 
 
-class ChunksWriter:
+class ChunksWriter(StreamedFile):
     """Appends encoded chunks to the file."""
 
     def __init__(self, folder: Path, *, done: int = 0) -> None:
         """Begin the file, or continue one of which `done` bytes are on the disk."""
-        self._file = (folder / _CHUNKS_FILE).open("r+b" if done else "wb")
+        super().__init__((folder / _CHUNKS_FILE).open("r+b" if done else "wb"))
         self._file.truncate(done)
         self._file.seek(done)
 
@@ -43,23 +41,9 @@ class ChunksWriter:
             np.lib.format.write_array(record, entries, allow_pickle=False)
         self._file.write(record.getbuffer())
 
-    def sync(self) -> int:
-        """Return the size of the file, when it is on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    @property
+    def size(self) -> int:
         return self._file.tell()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._file.close()
-            return
-        with suppress(OSError):  # closing flushes, which fails again on a full disk and would hide the first error
-            self._file.close()
 
 
 def keep_final_ids(folder: Path, final_ids: NDArray[Any]) -> None:

@@ -4,6 +4,7 @@ on record."""
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import shutil
@@ -62,33 +63,46 @@ class Work:
 @contextmanager
 def work_folder(output: Path, identity: Mapping[str, Any], *, save_seconds: float = SAVE_SECONDS) -> Iterator[Work]:
     """Yield the folder next to `output` that replaces it when the body is done. A killed or interrupted body leaves it
-    for the next call with the same identity; any other error removes it, as does a call with another identity."""
+    for the next call with the same identity; any other error removes it, and so does another call that succeeds."""
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     folder = output.with_name(f".{output.name}.partial.{digest}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    with (folder / _LOCK_FILE).open("w") as lock:
-        _take(lock.fileno(), output)
-        work = Work(folder, save_seconds)
-        if work.has_state:
-            log(f"{output}: resuming an interrupted preparation")
-        keeps = False
-        try:
+    is_own = not folder.is_dir()
+    try:
+        folder.mkdir(exist_ok=True)
+        with _locked(folder) as is_own:
+            if not is_own:
+                raise UserError(f"--output {output}: another process is writing it; wait, or name another folder")
+            work = Work(folder, save_seconds)
+            if work.has_state:
+                log(f"{output}: resuming an interrupted preparation")
             yield work
             work.finish()
             put_in_place(folder, output)
-        except KeyboardInterrupt:
-            keeps = work.has_state
-            if keeps:
-                log(f"{output}: the work on complete input files is kept; the same command resumes it")
-            raise
-        finally:
-            if not keeps:
+        _remove_abandoned(output)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and Work(folder).has_state:
+            log(f"{output}: the work on complete input files is kept; the same command resumes it")
+        elif is_own:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Yield True while the folder is locked by this call, or False if it is locked by another one."""
+    with (folder / _LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Remove what interrupted preparations of this output have left that nobody will resume: it is another now."""
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.partial.*"):
+        with suppress(OSError), _locked(folder) as is_locked:
+            if is_locked:
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _take(handle: int, output: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"--output {output}: another process is writing it; wait, or name another folder") from None

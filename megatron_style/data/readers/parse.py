@@ -88,9 +88,9 @@ def _text_of_record(line: bytes, key: str) -> str:
     except UnicodeDecodeError as error:
         raise _NoText(f"byte {error.start} of the line is not UTF-8") from None
     except ValueError as error:
-        raise _NoText(f"is not a JSON record ({error})") from None
+        raise _NoText(f"is not a JSON record ({error}); each line must be one") from None
     if not isinstance(record, dict):
-        raise _NoText(f"is not a JSON object but a {type(record).__name__}")
+        raise _NoText(f"is not a JSON object but a {type(record).__name__}; each line must be one object")
     if key not in record:
         raise _NoText(f"has no key `{key}`, but {', '.join(record) or 'none'} (--key names the one of the text)")
     return _checked(record[key], key)

@@ -33,8 +33,8 @@ from megatron_style.data.tokenizer import (
     UNK,
     BpeTokenizer,
     Tokenizer,
-    WordDictionary,
 )
+from megatron_style.data.word_dictionary import WordDictionary
 
 LINE_END = "\n"
 # The characters at which str.split splits, except line ends; \s of the library's regular expressions lacks some.
