@@ -26,6 +26,7 @@ _NAMES = (
 )
 _MLFLOW = "MLFLOW"  # DeepSpeed's launcher forwards every variable that begins like this, even passwords
 _OWN_FILE = Path(".deepspeed_env")  # the user's, where DeepSpeed looks for it
+_PROJECT = Path(__file__).parents[2]
 _LINE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)\s*=\s*(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)\s*")
 
 
@@ -42,13 +43,14 @@ def open_variables() -> dict[str, str]:
 def own_variables() -> dict[str, str]:
     """Return the variables that the user adds. They may be secrets, which belong in no command line and no log."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(_MLFLOW)}
-    lines = _OWN_FILE.read_text(encoding="utf-8").splitlines() if _OWN_FILE.is_file() else []
+    file = _OWN_FILE if _OWN_FILE.is_file() else _PROJECT / _OWN_FILE
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
         if match is None:
-            raise UserError(f"{_OWN_FILE}, line {number}: not a variable; expected NAME=value")
+            raise UserError(f"{file}, line {number}: not a variable; expected NAME=value")
         variables[match["name"]] = match["value"]
     return variables
 

@@ -277,7 +277,7 @@ BAD_FLAGS = {
     "an unknown corpus": (["--corpus", "nope"], "--corpus nope: no such corpus"),
     "a corpus and files": (["--corpus", "sotu", "--train", "{dir}/train.txt"], "brings its own files"),
     "nothing": ([], "nothing to prepare"),
-    "no validation text": (["--train", "{dir}/train.txt"], "--valid: missing; give held-out files"),
+    "no validation text": (["--train", "{dir}/train.txt"], "there is no held-out text; give --valid FILE"),
     "too high a threshold": (
         ["--train", "{dir}/train.txt", "--valid", "{dir}/valid.txt", "--threshold", "999999"],
         "--threshold 999999 leaves no words",
@@ -622,7 +622,7 @@ def test_a_share_of_one_file_is_held_out_at_its_end(tmp_path: Path, suffix: str,
         (["--valid-share", "1.5"], "--valid-share: '1.5' is not a share such as 0.01, between 0 and 1"),
         (["--valid-share", "0.00001"], "nothing of {train} would be held out"),
         (["--valid-share", "0.1", "--valid", "{train}"], "--valid brings held-out text of its own; leave out one"),
-        ([], "there is no held-out text; give --valid FILE..., or --valid-share 0.01"),
+        ([], "there is no held-out text; give --valid FILE"),
     ],
 )
 def test_a_share_that_cannot_be_held_out_is_refused(

@@ -115,7 +115,7 @@ def test_a_spike_is_an_event(folder: Path, capfd: pytest.CaptureFixture[str]) ->
                      "median": event["median"], "action": "skip"}  # fmt: skip
     assert event["loss"] == pytest.approx(10 * event["median"], rel=0.3)
     assert f"skipped: the loss {event['loss']:.4f} is " in capfd.readouterr().err
-    board = EventAccumulator(str(run.output.path / "tensorboard")).Reload()
+    board = EventAccumulator(str(run.output.path / "tensorboard" / run.output.path.name)).Reload()
     (point,) = board.Scalars("spike/loss")
     assert (point.step, point.value) == (9, pytest.approx(event["loss"]))
 

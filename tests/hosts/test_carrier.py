@@ -112,6 +112,16 @@ def test_the_users_own_file_has_the_last_word(tmp_path: Path, monkeypatch: pytes
     assert carried_variables().items() >= own.items()
 
 
+def test_the_file_may_be_in_the_projects_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / ".deepspeed_env").write_text("A=1\n")
+    monkeypatch.setattr("megatron_style.hosts.forwarded_environment._PROJECT", tmp_path / "project")
+    monkeypatch.chdir(tmp_path)
+    assert own_variables()["A"] == "1"
+    (tmp_path / ".deepspeed_env").write_text("A=2\n")
+    assert own_variables()["A"] == "2"
+
+
 @pytest.mark.parametrize("line", ["WANDB", "2A=b", "A B=c", "../A=b", "=b"])
 def test_a_line_that_is_no_variable_is_refused_unseen(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

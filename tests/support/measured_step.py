@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  what every engine imports, once before ranks are forked
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_style.config.run import RunConfig
 from megatron_style.data.batch import read_batch
@@ -17,6 +20,7 @@ from megatron_style.engine.build import build_engine
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.session import distributed_session
+from megatron_style.model.kernels.parts import Parts
 from megatron_style.model.memory import Memory
 from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.randomness import Noise
@@ -35,8 +39,19 @@ class Measured:
 
 
 def measure_step(world: int, run: RunConfig, *, rank: int = 0) -> Measured:
-    measured: Measured = run_ranks(world, _measure, run, rank)[rank]
+    """Measure the step of a model without dropout, with attention that needs no scratch memory in any precision, as on
+    a GPU."""
+    with patch("megatron_style.model.attention.attend", _attend):
+        measured: Measured = run_ranks(world, _measure, run, rank)[rank]
     return measured
+
+
+def _attend(q: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], *, dropout: float) -> Tensor:
+    assert not dropout
+    if cached[0].shape[2] == 0:
+        return F.scaled_dot_product_attention(q, *inside, is_causal=True)
+    attended: Tensor = Parts.apply(q, *cached, *inside)  # type: ignore[no-untyped-call]
+    return attended
 
 
 def _measure(run: RunConfig, rank: int) -> Measured:
