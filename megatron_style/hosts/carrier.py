@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,11 +15,10 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from megatron_style.hosts.forwarded_environment import LAUNCH, open_variables, own_variables
 from megatron_style.hosts.holder import HELD
-from megatron_style.hosts.hosts import Host, Unanswered, ask_all
+from megatron_style.hosts.hosts import Host, Unanswered, ask_all, in_this_folder
 
 _SECONDS = 60.0  # for a host to take the variables
 _END_SECONDS = 10.0
@@ -60,7 +58,7 @@ def _held(hosts: Sequence[Host], variables: Mapping[str, str]) -> Iterator[str]:
 
 def _start_holder(host: Host, folder: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "megatron_style.hosts.holder", folder]
-    words = host.words(f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(command)}")
+    words = host.words(in_this_folder(command))
     pipe = subprocess.PIPE
     # In its own session, so that Ctrl-C does not end it before the launch.
     holder = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -38,8 +39,7 @@ class Host:
         """Return the answer of `hosts/probe.py` there. The other side has a timeout too, so that no process is left."""
         probe = [sys.executable, "-m", "megatron_style.hosts.probe", question, json.dumps(details)]
         words = ["timeout", "-k", "2", str(limit), *probe]
-        command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}"
-        output = self.run(command, limit + 10, stdin=json.dumps(carried_variables()))
+        output = self.run(in_this_folder(words), limit + 10, stdin=json.dumps(carried_variables()))
         try:
             answer: dict[str, Any] = json.loads(output.splitlines()[-1])
         except (IndexError, ValueError):
@@ -71,6 +71,14 @@ class Host:
             last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
             raise Unanswered(last)
         return done.stdout
+
+
+def in_this_folder(words: Sequence[str]) -> str:
+    """Return the shell command that runs these words in the current folder of another host, where Python finds the
+    same modules as here."""
+    modules = os.environ.get("PYTHONPATH")
+    variables = ["env", f"PYTHONPATH={modules}"] if modules else []
+    return f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join([*variables, *words])}"
 
 
 def this_machine() -> Host:

@@ -22,12 +22,13 @@ def four_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A root of its own: the user's own `.deepspeed_env` lies in the real one."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root of its own, next to the current folder: the user's own `.deepspeed_env` lies in the real one."""
     root = tmp_path / "project"
     root.mkdir()
     for name in ("launch", "megatron_style", ".venv"):
         (root / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
     return root
 
 

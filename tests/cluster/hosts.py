@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.support.launch import ROOT
-
 TOOLS = ("ip", "unshare", "nsenter", "setpriv", "sshd", "ssh", "ssh-keygen", "pdsh")
 SCRIPT = Path(__file__).with_name("host.sh")
 
@@ -78,7 +76,7 @@ class Cluster:
 
     def _inside(self, host: str | None) -> list[str]:
         target = str(self.first_processes[host or self.names[0]])
-        return ["nsenter", "--target", target, "--net", "--uts", "--pid", "--mount", f"--wd={ROOT}"]
+        return ["nsenter", "--target", target, "--net", "--uts", "--pid", "--mount", f"--wd={Path.cwd()}"]
 
 
 def _environment(more: Mapping[str, object]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from tests.support.command_blocks import (
     recorded,
     run_block,
 )
+from tests.support.in_child import in_child
 
 pytestmark = pytest.mark.slow
 OTHERS = [block for block in blocks() if block.text != own_text_block()]
@@ -142,7 +143,7 @@ def check_doctor(arguments: list[str], folder: Path) -> None:
     stages = "stages=[{segment_length: 128, steps: 4}]"
     more = [word for setting in (*smaller, stages) for word in ("--set", setting)]
     arguments = ["16" if word == "512" else word for word in arguments]
-    run_here("doctor", [*arguments, *more], folder)
+    in_child(run_here, "doctor", [*arguments, *more], folder)  # a rehearsal changes DeepSpeed's global state
 
 
 def run_here(name: str, arguments: list[str], folder: Path, codes: tuple[int, ...] = (0,)) -> None:
