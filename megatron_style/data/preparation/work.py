@@ -101,7 +101,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _remove_abandoned(output: Path) -> None:
-    """Remove what interrupted preparations of this output have left that nobody will resume: it is another now."""
+    """Remove what interrupted preparations of this output left, if it is now made from something else."""
     for folder in output.parent.glob(f".{glob.escape(output.name)}.partial.*"):
         with suppress(OSError), _locked(folder) as is_locked:
             if is_locked:
