@@ -34,11 +34,11 @@ from megatron_style.base.command import (
 from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import load_run
-from megatron_style.engine.requirements import check_hosts
 from megatron_style.hosts.hosts import read_hostfile, this_machine
 from megatron_style.planning.estimate import USABLE
 from megatron_style.planning.hardware import bytes_of, gpu_named
 from megatron_style.rehearsal.findings import compare_with_plan, judge_rehearsal
+from megatron_style.rehearsal.requirements import check_hosts
 
 if TYPE_CHECKING:
     from megatron_style.rehearsal.rehearsal import Rehearsal

@@ -15,12 +15,14 @@ import time
 from dataclasses import replace
 
 from megatron_style.base.errors import Diverged, Stopped
+from megatron_style.checkpoint.origin import Progress
 from megatron_style.checkpoint.store import CheckpointStore
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import load_run
 from megatron_style.config.train_arguments import parse_train_arguments
-from megatron_style.data.corpus import keep_tokenizer, open_text
+from megatron_style.data.corpus import Corpus, keep_tokenizer, open_text
 from megatron_style.engine.build import build_engine
+from megatron_style.engine.engine import TrainingEngine
 from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.preflight import check_only, preflight
 from megatron_style.engine.session import distributed_session
@@ -30,6 +32,7 @@ from megatron_style.formats.start import open_start
 from megatron_style.inference.held_out import held_out
 from megatron_style.journal.journal import Journal
 from megatron_style.parallel.collectives import broadcast_json
+from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.learning_rate import learning_rate_at
 from megatron_style.schedule.stages import StageSchedule
 from megatron_style.supervision.run_guard import guard_run
@@ -108,13 +111,7 @@ def train(
                     raise Diverged(f"step {progress.step}: {spike} (optimizer.spike); {_REMEDY}")
                 if evaluates:
                     heartbeat.at(progress.step, "evaluating")
-                    for name in corpus.valid:
-                        found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1], topology.data)
-                        journal.held_out(progress.step, found, name, is_main=name == corpus.main_valid)
-                        if not math.isfinite(found.loss):
-                            raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
-                        if name == corpus.main_valid:
-                            progress = progress.evaluated(broadcast_json(found.loss), found.text_digest)
+                    progress = evaluated(progress, run, corpus, engine, schedule, topology, journal)
                     saves = saves or (run.output.keep_best and progress.is_best)
                 if progress.step == schedule.total_steps and engine.skipped_in_a_row >= min(_LAST, progress.step):
                     raise Diverged(f"the gradients of the last steps are not finite; {_REMEDY}")
@@ -129,9 +126,30 @@ def train(
                     journal.saved(progress.step, checkpoints.finished(wait=True))
                     raise Stopped(f"stopped after step {progress.step}: {asked.stop}; start it again to resume")
             journal.saved(progress.step, checkpoints.finished(wait=True))
-            export(engine.full_weight, run, corpus, schedule, is_first=topology.is_first)
+            export(engine.state.full_weight, run, corpus, schedule, is_first=topology.is_first)
             engine.sum_up()
             journal.finished(progress.best and progress.best.step)
+
+
+def evaluated(
+    progress: Progress,
+    run: RunConfig,
+    corpus: Corpus,
+    engine: TrainingEngine,
+    schedule: StageSchedule,
+    topology: Topology,
+    journal: Journal,
+) -> Progress:
+    """Score every held-out text, and return the progress with the loss of the main one."""
+    for name in corpus.valid:
+        is_main = name == corpus.main_valid
+        found = held_out(engine.model, corpus, name, run.output, schedule.stages[-1], topology.data)
+        journal.held_out(progress.step, found, name, is_main=is_main)
+        if not math.isfinite(found.loss):
+            raise Diverged(f"step {progress.step}: the held-out loss is {found.loss}; {_REMEDY}")
+        if is_main:
+            progress = progress.evaluated(broadcast_json(found.loss), found.text_digest)
+    return progress
 
 
 def due(step: int, every: int | None) -> bool:

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron_style.engine.engine import TrainingEngine
+from megatron_style.engine.state import EngineState
 from megatron_style.parallel.randomness import derive_key
 from megatron_style.parallel.sharding import Fragment, Layout
 
@@ -27,7 +27,7 @@ class Fingerprint(NamedTuple):
 
 
 def take_fingerprints(
-    engine: TrainingEngine, fragments: Sequence[Fragment], names: Iterable[str]
+    state: EngineState, fragments: Sequence[Fragment], names: Iterable[str]
 ) -> dict[str, Fingerprint]:
     """Return the fingerprints of this rank's fragments of these parameters, which are the same on all ranks, because
     ZeRO 3 gathers each from all of them."""
@@ -35,7 +35,7 @@ def take_fingerprints(
     found = {}
     for name in names:
         fragment = held.get(name, Fragment(name, 0, 0, 0, 0))  # of a small model, some ranks may hold padding only
-        working = engine.working_weight(name, fragment.offset, fragment.count)
+        working = state.working_weight(name, fragment.offset, fragment.count)
         if name in held:
             found[name] = Fingerprint(working.dtype, _digest(working))
     return found

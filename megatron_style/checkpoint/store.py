@@ -120,10 +120,10 @@ class CheckpointStore:
             )
         reader = LogicalReader(folder, manifest)
         if self._has_same_layout(manifest, engine):  # each rank needs its own file only
-            engine.load_flat(reader.flat_groups(self._my_file(manifest.files, engine)))
+            engine.state.load_flat(reader.flat_groups(self._my_file(manifest.files, engine)))
         else:
-            engine.load_logical(reader.read)
-        engine.load_buffers(reader.weight)
+            engine.state.load_logical(reader.read)
+        engine.state.load_buffers(reader.weight)
         engine.resume(reader.counters())
         self._log_changes(manifest, before)
         caches = read_caches(folder, manifest, engine, schedule, self._topology)
@@ -141,7 +141,7 @@ class CheckpointStore:
         """True if every rank's flat tensors are stored as it would write them: it needs no other rank's file."""
         if manifest.grid != grid_of(engine, self._topology):
             return False
-        own = engine.fragments()
+        own = engine.state.fragments()
         is_same = not own or tuple(own) == manifest.fragments.get(self._my_file(manifest.files, engine))
         return all(gather_json(is_same))
 
@@ -216,10 +216,10 @@ class CheckpointStore:
         if self._topology.data.rank == 0:
             self._write_buffers(files, engine)
         manifest = self._manifest(engine, progress, schedule)
-        fragments = engine.fragments()
+        fragments = engine.state.fragments()
         briefly = self._proven and save_async  # the map of a run does not change
         names = compared(manifest.parameters, progress.step, ways=self._topology.tensor.size, briefly=briefly)
-        fingerprints = take_fingerprints(engine, fragments, names)
+        fingerprints = take_fingerprints(engine.state, fragments, names)
         return Draft(manifest, files, fragments, fingerprints, self._topology)
 
     def _my_file(self, names: Iterable[str], engine: TrainingEngine) -> str:
@@ -272,7 +272,7 @@ class CheckpointStore:
         return found
 
     def _write_buffers(self, files: RankFiles, engine: TrainingEngine) -> None:
-        found = engine.full_buffers()
+        found = engine.state.full_buffers()
         if found and self._topology.is_first:
             files.save_tensors(BUFFERS, found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -13,22 +13,17 @@ from typing import Any, cast
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_style.base.errors import Diverged
 from megatron_style.config.run import CachePlace
 from megatron_style.engine.saving import Counters, SavedFiles, save
 from megatron_style.engine.spikes import Spike
+from megatron_style.engine.state import EngineState
 from megatron_style.engine.zero_layout import (
     MpuView,
-    flat_groups,
-    fragments,
-    refresh_weights,
     state_of_first_step,
     without_optimizer,
-    write_fragment,
-    write_group,
 )
 from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
@@ -36,13 +31,7 @@ from megatron_style.model.shortformer import Output, Shortformer
 from megatron_style.parallel.phase_times import PhaseTimes
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
-    Fragment,
-    Layout,
-    buffer_layouts_of,
     layout_of,
-    layouts_of,
-    shard_of,
-    unshard,
 )
 from megatron_style.parallel.topology import Axis, Topology
 
@@ -96,6 +85,7 @@ class TrainingEngine:
                 mpu=MpuView(topology),
                 dist_init_required=False,
             )
+        self.state = EngineState(self._engine, topology)
         self.times = PhaseTimes(self.device)
         if speaks:
             deepspeed.utils.logger.setLevel("INFO")
@@ -233,33 +223,6 @@ class TrainingEngine:
         """Write DeepSpeed's checkpoint into these files, which may be in memory. All ranks call it."""
         save(self._engine, files)
 
-    def load_flat(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Load weights and optimizer state of a checkpoint whose flat tensors are laid out like this engine's."""
-        for group, held in zip(flat_groups(self._engine), saved, strict=False):  # further ones are padding
-            write_group(group, held)
-        refresh_weights(self._engine)
-
-    def fragments(self) -> list[Fragment]:
-        return fragments(self._engine, data_rank=self._topology.data.rank)
-
-    def load_logical(self, read: Callable[[str], dict[str, Tensor]]) -> None:
-        """Load weights and optimizer state from unsharded tensors, whatever grid they come from."""
-        axis = self._topology.tensor
-        groups = flat_groups(self._engine)
-        # Without ZeRO every rank holds everything, as data rank 0 does.
-        held = self.fragments() if self.zero_stage else fragments(self._engine, data_rank=0)
-        by_param: dict[str, list[Fragment]] = {}
-        for fragment in held:
-            by_param.setdefault(fragment.param, []).append(fragment)
-        layouts = layouts_of(self.model)
-        for name, parts in by_param.items():
-            logical = {
-                key: shard_of(x, layouts[name], axis).contiguous() if x.dim() else x for key, x in read(name).items()
-            }
-            for fragment in parts:
-                write_fragment(groups[fragment.group], fragment, logical)
-        refresh_weights(self._engine)
-
     def resume(self, counters: Counters) -> None:
         """Restore DeepSpeed's counters, loss scale and scheduler."""
         self._engine.global_steps = counters.global_steps
@@ -271,43 +234,6 @@ class TrainingEngine:
             self._engine.lr_scheduler.load_state_dict(dict(counters.scheduler))
             for group, rates in zip(self._engine.optimizer.param_groups, counters.rates, strict=True):
                 group.update(rates)
-
-    def working_weight(self, name: str, offset: int, count: int) -> Tensor:
-        """Return a part of this tensor rank's flattened shard of a parameter, as the forward pass reads it. All
-        data-parallel ranks have to ask for the same parameter, because ZeRO 3 gathers it from them."""
-        param = self.model.get_parameter(name)
-        with deepspeed.zero.GatheredParameters([param], enabled=self.zero_stage == 3):
-            return param.detach().reshape(-1)[offset : offset + count].clone()
-
-    def full_weight(self, name: str) -> Tensor | None:
-        """Return an unsharded parameter in float32, or a buffer that learns outside the optimizer, on the host of the
-        first rank, and None on the others. All ranks have to ask for the same one. In addition to the result there are
-        at most two shards of it in memory, and on the other ranks one."""
-        axis = self._topology.tensor
-        buffers = buffer_layouts_of(self.model)
-        if name in buffers:
-            layout = buffers[name]
-            local = self.model.get_buffer(name)
-        else:
-            param = self.model.get_parameter(name)
-            layout = layout_of(param)
-            local = _full_shard(param, axis)
-        if self._topology.data.rank != 0:
-            return None
-        return _collected(local, layout, axis)
-
-    def full_buffers(self) -> dict[str, Tensor]:
-        """Return, unsharded, the buffers that learn outside the optimizer. The tensor-parallel ranks of a data rank
-        have to call it together."""
-        axis = self._topology.tensor
-        layouts = buffer_layouts_of(self.model).items()
-        return {name: _unsharded(self.model.get_buffer(name), layout, axis).cpu().clone() for name, layout in layouts}
-
-    @torch.no_grad()
-    def load_buffers(self, read: Callable[[str], Tensor]) -> None:
-        """Load the same from unsharded tensors, whatever grid they come from."""
-        for name, layout in buffer_layouts_of(self.model).items():
-            self.model.get_buffer(name).copy_(shard_of(read(name), layout, self._topology.tensor))
 
 
 @contextmanager
@@ -329,43 +255,3 @@ def gradient_norm(model: nn.Module, axis: Axis) -> float:
         if param.grad is not None and (layout_of(param).shard_dim is not None or axis.rank == 0):
             total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
     return math.sqrt(axis.sum(total).item())
-
-
-def _full_shard(param: nn.Parameter, axis: Axis) -> Tensor:
-    """Gather a parameter's shard from the data-parallel ranks: the float32 master copy, if ZeRO keeps one."""
-    local = deepspeed.utils.safe_get_full_fp32_param(param)
-    local = param.detach() if local is None else local
-    return local.float().view(layout_of(param).shard_shape(axis.size))
-
-
-def _collected(local: Tensor, layout: Layout, axis: Axis) -> Tensor | None:
-    """Return the unsharded tensor on the host of the first rank of the axis, to which the others send their shards one
-    after the other."""
-    if layout.shard_dim is None or axis.size == 1:
-        return local.cpu() if axis.rank == 0 else None
-    if axis.rank != 0:
-        dist.send(local.contiguous(), group=axis.group, group_dst=0)
-        return None
-    full = torch.empty(layout.shape, dtype=local.dtype)
-    _place(full, local, layout, Axis(axis.size, 0))
-    received = torch.empty_like(local, memory_format=torch.contiguous_format)
-    for rank in range(1, axis.size):
-        dist.recv(received, group=axis.group, group_src=rank)
-        _place(full, received, layout, Axis(axis.size, rank))
-    return full
-
-
-def _place(full: Tensor, part: Tensor, layout: Layout, axis: Axis) -> None:
-    """Copy a rank's shard, without its padding, to where it belongs."""
-    assert layout.shard_dim is not None
-    owned = layout.owned(axis)
-    target = full.narrow(layout.shard_dim, owned.start, len(owned))
-    target.copy_(part.narrow(layout.shard_dim, 0, len(owned)))
-
-
-def _unsharded(local: Tensor, layout: Layout, axis: Axis) -> Tensor:
-    if layout.shard_dim is None or axis.size == 1:
-        return local
-    parts = [torch.empty_like(local) for _ in range(axis.size)]
-    dist.all_gather(parts, local.contiguous(), group=axis.group)
-    return unshard(parts, layout.shard_dim, layout.shape[layout.shard_dim])

@@ -47,8 +47,8 @@ class _Start:
         check_same_model(self.source.config.model.as_data(), self.source.config.vocab_size, engine, self.source.path)
         if self.step >= schedule.total_steps:
             raise UserError(f"{where} has done {self.step} steps, but this run's stages end at {schedule.total_steps}")
-        engine.load_logical(self._read)
-        engine.load_buffers(self.source.weight)
+        engine.state.load_logical(self._read)
+        engine.state.load_buffers(self.source.weight)
         if self.is_first:
             log(f"{where}: {'weights and optimizer' if self.resumes else 'weights only'}, at step {self.step}")
         return Progress(self.step)

@@ -10,7 +10,7 @@ from megatron_style.base.command import Finding
 from megatron_style.base.units import size
 from megatron_style.config.run import RunConfig
 from megatron_style.data.store import store_files
-from megatron_style.engine.requirements import judge_run
+from megatron_style.rehearsal.requirements import judge_run
 
 if TYPE_CHECKING:
     from megatron_style.rehearsal.rehearsal import Rehearsal, StageRehearsal

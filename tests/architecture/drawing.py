@@ -30,7 +30,7 @@ NEEDS: Mapping[str, frozenset[str]] = {
         "checkpoint": "base config data engine model parallel schedule",
         "formats": "base checkpoint config data engine model parallel schedule",
         "planning": "base config data model schedule",
-        "rehearsal": "base config data engine parallel planning schedule",
+        "rehearsal": "base config data engine hosts model parallel planning schedule",
         "journal": "base config engine inference parallel planning schedule",
         "reporting": "base config",
         "paper": "base config data model planning reporting schedule",

@@ -78,7 +78,7 @@ def with_a_gap(engine: Any, *, data_rank: int) -> list[Fragment]:
 
 
 def fail_to_save(run: RunConfig, wrong: Any, told: str) -> None:
-    with patch("megatron_style.engine.engine.fragments", wrong), pytest.raises(RunFailed, match=told):
+    with patch("megatron_style.engine.state.fragments", wrong), pytest.raises(RunFailed, match=told):
         train(run)
 
 

@@ -54,7 +54,7 @@ def one_update(run: RunConfig, how: str) -> tuple[dict[str, Tensor], dict[str, T
         corpus = open_corpus(run.data)
         schedule = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=topology.data.size)
         engine = build_engine(run, schedule, corpus.vocab_size, topology)
-        before = engine.full_buffers()
+        before = engine.state.full_buffers()
         accumulate_gradients(engine, corpus, schedule.plan(0), (), topology, run.seed)
         assert engine._tally is not None
         tally = topology.data.sum(engine._tally)
@@ -65,7 +65,7 @@ def one_update(run: RunConfig, how: str) -> tuple[dict[str, Tensor], dict[str, T
         spike = Spike(9.0, 3.0, "skip") if how == "spike" else None
         update = engine.update(0.01, spike=spike)
         assert engine._tally is None
-        return before, engine.full_buffers(), tally, update.applied
+        return before, engine.state.full_buffers(), tally, update.applied
 
 
 def test_an_update_moves_them_by_one_step_of_all_its_micro_batches(folder: Path) -> None:

@@ -76,11 +76,11 @@ def measure_export(run: RunConfig, folder: Path) -> int:
 
         def export() -> None:
             if topology.is_first:
-                weight: Any = engine.full_weight
+                weight: Any = engine.state.full_weight
                 model_folder.write(folder, ModelSource(folder, folder_config(run), weight, lambda: None))
             else:
                 for name in sizes(run):
-                    engine.full_weight(name)
+                    engine.state.full_weight(name)
 
         return measured(export)
 

@@ -83,7 +83,7 @@ def full_weights(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """Return all unsharded weights on the first rank. All ranks have to call it together."""
     weights = {}
     for name in [*layouts_of(engine.model), *buffer_layouts_of(engine.model)]:
-        weight = engine.full_weight(name)
+        weight = engine.state.full_weight(name)
         if weight is not None:
             weights[name] = weight.clone()
     return weights

@@ -8,10 +8,10 @@ import numpy as np
 
 from megatron_style.config.run import RunConfig
 from megatron_style.data.store import TokenStoreWriter, store_files
-from megatron_style.engine.requirements import demands_of, judge_run
 from megatron_style.planning.text import text_facts
 from megatron_style.rehearsal.findings import judge_corpus
 from megatron_style.rehearsal.rehearsal import _typical_ids
+from megatron_style.rehearsal.requirements import demands_of, judge_run
 from tests.support.blends import blend_in, with_data, write_blend
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE
