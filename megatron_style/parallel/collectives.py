@@ -12,6 +12,7 @@ sum_gradients       identity        all-reduce       of several tensors at once
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,58 +24,44 @@ from megatron_style.parallel.topology import Axis
 _POSITIONS = 1  # the dim of positions in [rows, positions, features]
 
 
-class _CopyToShards(torch.autograd.Function):
+_Operation = Callable[[Tensor, Axis], Tensor]
+
+
+def _same(x: Tensor, _: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    return axis.sum(x.contiguous())
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    return axis.gather_along(_POSITIONS, x)
+
+
+def _sum_share(x: Tensor, axis: Axis) -> Tensor:
+    return axis.sum_share(_POSITIONS, x)
+
+
+def _share(x: Tensor, axis: Axis) -> Tensor:
+    return x.chunk(axis.size, _POSITIONS)[axis.rank]
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, forth: _Operation, back: _Operation) -> Tensor:
         ctx.axis = axis
-        return x.view_as(x)
+        ctx.back = back
+        return forth(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum(grad.contiguous()), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.axis), None, None, None
 
 
-class _ReduceFromShards(torch.autograd.Function):
-    @staticmethod
-    def forward(_: Any, x: Tensor, axis: Axis) -> Tensor:
-        return axis.sum(x.contiguous())
-
-    @staticmethod
-    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GatherPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.gather_along(_POSITIONS, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.sum_share(_POSITIONS, grad), None
-
-
-class _ScatterPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.sum_share(_POSITIONS, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.axis.gather_along(_POSITIONS, grad), None
-
-
-class _JoinPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return axis.gather_along(_POSITIONS, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.axis.size, _POSITIONS)[ctx.axis.rank], None
+def _applied(x: Tensor, axis: Axis, forth: _Operation, back: _Operation) -> Tensor:
+    """Apply one operation in the forward pass, and its counterpart to the gradient."""
+    return x if axis.size == 1 else _Collective.apply(x, axis, forth, back)  # type: ignore[no-untyped-call]
 
 
 class _SumGradients(torch.autograd.Function):
@@ -92,27 +79,27 @@ class _SumGradients(torch.autograd.Function):
 
 def copy_to_shards(x: Tensor, axis: Axis) -> Tensor:
     """Pass replicated `x` into a computation that is split over the axis."""
-    return x if axis.size == 1 else _CopyToShards.apply(x, axis)  # type: ignore[no-untyped-call]
+    return _applied(x, axis, _same, _sum)
 
 
 def reduce_from_shards(x: Tensor, axis: Axis) -> Tensor:
     """Add up the partial sums of such a computation; the result is the same on all ranks."""
-    return x if axis.size == 1 else _ReduceFromShards.apply(x, axis)  # type: ignore[no-untyped-call]
+    return _applied(x, axis, _sum, _same)
 
 
 def gather_positions(x: Tensor, axis: Axis) -> Tensor:
     """Pass `x`, split by position, into a computation that is split over the axis in another way."""
-    return x if axis.size == 1 else _GatherPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+    return _applied(x, axis, _gather, _sum_share)
 
 
 def scatter_positions(x: Tensor, axis: Axis) -> Tensor:
     """Add up the partial sums of such a computation; each rank gets the result of its own positions."""
-    return x if axis.size == 1 else _ScatterPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+    return _applied(x, axis, _sum_share, _gather)
 
 
 def join_positions(x: Tensor, axis: Axis) -> Tensor:
     """Pass `x`, split by position, into a computation that all ranks do alike."""
-    return x if axis.size == 1 else _JoinPositions.apply(x, axis)  # type: ignore[no-untyped-call]
+    return _applied(x, axis, _gather, _share)
 
 
 def sum_gradients(tensors: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
