@@ -10,8 +10,8 @@ import pytest
 
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import CachePlace, RunConfig
-from megatron_style.planning.memory import MemoryEstimate, estimate_memory
 from megatron_style.parallel.loss import WIDENED
+from megatron_style.planning.memory import MemoryEstimate, estimate_memory
 from megatron_style.planning.setup import Kernels, setup_of, sharding_of
 from megatron_style.planning.text import text_facts
 from megatron_style.schedule.stages import resolve_stage
