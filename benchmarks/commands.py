@@ -10,16 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.machine import ROOT, machine
 from benchmarks.trainers import VOCAB_SIZES, Setting, write_text
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.train import train
@@ -45,21 +46,23 @@ def help_seconds() -> float:
     return min(seconds_of(sys.executable, "-m", "megatron_style.train", "--help") for _ in range(3))
 
 
-def first_step_seconds(folder: Path) -> float:
+def first_step_seconds(folder: Path, *launcher: object) -> float:
     """Return the seconds from the launch of the quickstart's model on two ranks to its first step."""
-    prepare = (sys.executable, "-m", "megatron_style.prepare", "--corpus", "sotu", "--output", folder / "sotu")
-    seconds_of(*prepare)
     settings = {"data.train": folder / "sotu/train", "data.valid": folder / "sotu/valid", "output.log_every": 1,
                 "output.path": folder / "first"}  # fmt: skip
     flags = chain.from_iterable(("--set", f"{key}={value}") for key, value in settings.items())
-    launcher = (
-        Path(sys.executable).with_name("deepspeed"),
-        "--num_accelerators",
-        2,
-        "--module",
-        "megatron_style.train",
-    )
-    return seconds_of(*launcher, "run_configs/quickstart.yaml", *flags, until="step 1/")
+    taken = seconds_of(*launcher, "run_configs/quickstart.yaml", *flags, until="step 1/")
+    shutil.rmtree(folder / "first", ignore_errors=True)  # ranks of a launcher that was ended may still write
+    return taken
+
+
+def first_steps(folder: Path) -> Iterator[tuple[str, float]]:
+    """Yield, by launcher, the seconds to the first step; the first launch also checks the store."""
+    seconds_of(sys.executable, "-m", "megatron_style.prepare", "--corpus", "sotu", "--output", folder / "sotu")
+    deepspeed = (Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, "--module")
+    for _ in range(2):
+        yield "launch/local.sh", first_step_seconds(folder, "bash", ROOT / "launch/local.sh")
+        yield "deepspeed", first_step_seconds(folder, *deepspeed, "megatron_style.train")
 
 
 def prepare_rate(folder: Path, megabytes: int) -> tuple[float, float]:
@@ -169,7 +172,8 @@ def main() -> None:
         folder = Path(directory)
         print(json.dumps(machine()))
         print(f"train --help: {help_seconds():.2f} s, target: below 1")
-        print(f"first step after the launch: {first_step_seconds(folder):.1f} s, target: at most 8")
+        for launcher, taken in first_steps(folder):
+            print(f"first step after the launch by {launcher}: {taken:.1f} s, target: at most 8")
         rate, cpu_rate = prepare_rate(folder, args.megabytes)
         print(
             f"prepare, words: {rate:.1f} MB/s ({cpu_rate:.1f} per second of CPU time), target: at least 25 on 2 cores"

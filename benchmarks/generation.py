@@ -2,8 +2,9 @@
 
     python -m benchmarks.generation [--layers 6] [--hidden 512] [--length 512] [--rounds 5] [--output generation.json]
 
-The sides of a ratio take turns; a ratio is the median of its rounds. A prompt of half a segment comes first, so that
-contexts have their mean length.
+The sides of a ratio take turns; a ratio is the median of its rounds. A prompt comes first, so that contexts have their
+mean length. The limit of several rows is what no step can do without: the matrix products, and one reading of the keys
+and values, of which each row has its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.inference import Result, Work, compare, make_model, text_of
+from benchmarks.inference import Result, Work, compare, make_model, products, text_of
 from benchmarks.machine import machine
 from megatron_style.inference.decoder import Decoder
 from megatron_style.inference.sampling import Sampler, generate
@@ -29,14 +30,31 @@ TOKENS = 8  # of a row, in a round
 SAMPLERS = {"sampled": Sampler(), "top 40": Sampler(top_k=40)}
 
 
+def context_of(length: int) -> int:
+    """Return the mean number of tokens that one sees: a cache, and half a segment."""
+    return length * 3 // 2
+
+
 def writing(model: Shortformer, sampler: Sampler, rows: int, length: int) -> Work:
     """Return work that generates some tokens for each row."""
-    prompts = [text_of(length // 2).tolist()] * rows
+    prompts = [text_of(context_of(length)).tolist()] * rows
     stream = generate(model, prompts, sampler, segment_length=length, cache_length=length, eos=2, seed=1)
     next(stream)
 
     def work() -> int:
         return sum(map(len, islice(stream, TOKENS)))
+
+    return work
+
+
+def unavoidable(model: Shortformer, rows: int, length: int) -> Work:
+    """Return work that no step for several rows can do without: the products, and reading keys and values once."""
+    multiply = products(model, rows)
+    keys_and_values = torch.randn(len(model.blocks), 2, rows, context_of(length), model.config.hidden_size)
+
+    def work() -> int:
+        keys_and_values.sum()
+        return multiply()
 
     return work
 
@@ -63,6 +81,7 @@ def measure(layers: int, hidden: int, length: int, rounds: int) -> Iterator[Resu
         one = writing(model, sampler, 1, length)
         yield compare(f"{name}: 1 row / 8 rows", one, writing(model, sampler, 8, length), rounds)
         yield compare(f"{name}: 1 row / 32 rows", one, writing(model, sampler, 32, length), rounds, least=8)
+        yield compare(f"{name}: 1 row / limit of 32", one, unavoidable(model, 32, length), rounds)
     text = text_of(4 * length)
     yield compare(
         "prompt / evaluation", prefill(model, text, length), evaluation(model, text, length), rounds, most=1.1

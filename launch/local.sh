@@ -6,6 +6,6 @@ source "$(dirname "$0")/environment.sh"
 from_any_folder
 need_file "${1:-}"
 choose_processes
-exec python -m megatron_style.supervision.launch deepspeed --log_level warning \
-    --num_accelerators "$PROCESSES" --master_port "${MASTER_PORT:-$(free_port)}" \
-    --module megatron_style.train "$@"
+export MASTER_PORT=${MASTER_PORT:-$(free_port)}
+exec python -m megatron_style.supervision.launch \
+    python -m megatron_style.hosts.local "$PROCESSES" megatron_style.train "$@"

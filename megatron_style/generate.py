@@ -13,17 +13,21 @@ if __name__ == "__main__":
 import argparse
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 
 from megatron_style.base.command import add_json_flag, command_parser, positive_int, say, show
 from megatron_style.base.errors import UserError
 from megatron_style.datastore.arguments import add_neighbour_flags, open_retrieval
+from megatron_style.evaluate import process_grid
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
 from megatron_style.inference.next_token import by_model
 from megatron_style.inference.prompts import check_tokenizer, note_unknown_words, read_prompts
 from megatron_style.inference.sampling import Continuation, Sampler
 from megatron_style.inference.writer import Writer, WritingOptions, ctrl_c
+from megatron_style.parallel.topology import Topology
 
 
 def main() -> None:
@@ -31,23 +35,39 @@ def main() -> None:
     check_choice(args)
     prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     source = open_model(args.model)
+    source.config.model.check_split(args.tensor, "--tensor")
     tokenizer = check_tokenizer(source.tokenizer(), source.config.vocab_size, source.path)
     note_unknown_words(prompts, tokenizer)
     retrieval = open_retrieval(args, source.digest, source.config.vocab_size)
-    model = source.load().to(accelerator())
-    predict = retrieval.predict_with(model) if retrieval else by_model(model)
-    writer = Writer(options_of(args), source.config, tokenizer, model, predict)
-    if args.interactive:
-        writer.converse()
-        return
-    with ctrl_c() as asked:
-        texts = writer.write(prompts, asked)
-    show_texts(args, prompts, texts)
+    with process_grid(args.tensor, "generate") as topology:
+        check_grid(topology)
+        model = source.load(axis=topology.tensor).to(accelerator())
+        predict = retrieval.predict_with(model) if retrieval else by_model(model)
+        writer = Writer(options_of(args, topology), source.config, tokenizer, model, predict)
+        if args.interactive:
+            writer.converse()
+            return
+        # Ranks would learn of Ctrl-C at different tokens, and wait for each other; there it ends them at once.
+        with ctrl_c() if topology.tensor.size == 1 else nullcontext(Event()) as asked:
+            texts = writer.write(prompts, asked)
+    if topology.is_first:
+        show_texts(args, prompts, texts)
     if asked.is_set():
         raise KeyboardInterrupt
 
 
-def options_of(args: argparse.Namespace) -> WritingOptions:
+def check_grid(topology: Topology) -> None:
+    """Refuse processes that would not be part of the model: each of them would write the same texts."""
+    if topology.data.size > 1:
+        tensor = topology.tensor.size
+        world = topology.data.size * tensor
+        raise UserError(
+            f"--tensor is {tensor}, but this launch has {world} processes, all of which share one model; give "
+            f"--tensor {world}, or start {tensor}"
+        )
+
+
+def options_of(args: argparse.Namespace, topology: Topology) -> WritingOptions:
     temperature = 1.0 if args.temperature is None else args.temperature
     return WritingOptions(
         sampler=Sampler(temperature, args.top_k, args.top_p),
@@ -57,7 +77,7 @@ def options_of(args: argparse.Namespace) -> WritingOptions:
         stop_at_line_end=args.stop_at_line_end,
         seed=args.seed,
         batch_rows=args.batch_rows,
-        shows_growth=not args.json,
+        shows_growth=not args.json and topology.is_first,
     )
 
 
@@ -88,6 +108,8 @@ def parse_args() -> argparse.Namespace:
     add("--beams", type=positive_int, metavar="N", help="beam search with N beams instead of sampling")
     add("--seed", type=int, default=1, metavar="N")
     add("--batch-rows", type=positive_int, default=16, metavar="N", help="prompts per batch (16)")
+    add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks; a launcher starts them")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     add_neighbour_flags(parser)
     add_json_flag(parser)
     return parser.parse_args()
@@ -108,6 +130,17 @@ def check_choice(args: argparse.Namespace) -> None:
     for flag in ("prompt", "prompts", "json", "beams"):
         if args.interactive and getattr(args, flag):
             raise UserError(f"--interactive reads lines and writes as it goes; leave out --{flag}")
+    if args.tensor > 1:
+        check_input_of_ranks(args)
+
+
+def check_input_of_ranks(args: argparse.Namespace) -> None:
+    """Refuse to read standard input, of which each process would get a part."""
+    ranks = f"which --tensor {args.tensor} processes cannot share"
+    if args.interactive:
+        raise UserError(f"--interactive reads lines, {ranks}; leave out one of the two")
+    if "-" in args.prompt:
+        raise UserError(f"--prompt - reads standard input, {ranks}; give --prompts FILE")
 
 
 def show_texts(args: argparse.Namespace, prompts: Sequence[str], texts: Sequence[Continuation]) -> None:

@@ -17,6 +17,7 @@ class PlaceVariables:
 
 
 DEEPSPEED = PlaceVariables("RANK", "LOCAL_RANK", "WORLD_SIZE", "CROSS_SIZE")
+STARTED_HERE = "MEGATRON_STYLE_STARTED_HERE"  # set by our own launcher, whose variables are those of DeepSpeed's
 TORCHRUN = PlaceVariables("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE")
 OPEN_MPI = PlaceVariables(
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", hosts="CROSS_SIZE"

@@ -140,6 +140,12 @@ class ModelConfig(Section):
                 f"{where} ({length}) must be a multiple of model.memory.rate ({self.memory.rate}); use {near}"
             )
 
+    def check_split(self, ways: int, where: str) -> None:
+        """Refuse a number of tensor-parallel ranks over which the model cannot be split. `where` names the setting."""
+        for name, size in self.split_sizes.items():
+            if size % ways:
+                raise UserError(f"{where} {ways}: must divide the model's {name} ({size})")
+
     def _check_routing(self, routing: RoutingConfig) -> None:
         if self.cache:
             raise ValueError("routing needs cache false: the members of a cluster are those of one segment")

@@ -66,10 +66,11 @@ class Retrieval:
         return Remembered(self.store.tokens_at(found.rows_Qk), log_weights(scores_Nk))
 
     def predict_with(self, model: Shortformer) -> Predict:
-        """Return the prediction of model and neighbours."""
+        """Return the prediction of model and neighbours. The model's tensor ranks share the search."""
 
         def predict(reading: Reading) -> list[NextToken]:
-            rows = zip(next_tokens(model.vocabulary, reading.x), *self.find(reading.key), strict=True)
+            found = self.find(reading.key, model.axis)
+            rows = zip(next_tokens(model.vocabulary, reading.x), *found, strict=True)
             return [following.mixed(*by_token(values, weights), self.weight) for following, values, weights in rows]
 
         return predict

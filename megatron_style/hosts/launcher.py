@@ -12,7 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from megatron_style.base.errors import UserError
-from megatron_style.base.launchers import DEEPSPEED, MPICH, OPEN_MPI, SRUN, TORCHRUN, PlaceVariables
+from megatron_style.base.launchers import (
+    DEEPSPEED,
+    MPICH,
+    OPEN_MPI,
+    SRUN,
+    STARTED_HERE,
+    TORCHRUN,
+    PlaceVariables,
+)
 
 DEFAULT_PORT = 29500  # DeepSpeed's and torchrun's own
 _ADDRESS_BYTES = 64  # longer than any IPv6 address
@@ -84,6 +92,7 @@ NO_LAUNCHER = Launcher("none", None, lambda _: True, _adopt_nothing)
 LAUNCHERS = (
     Launcher("torchrun", TORCHRUN, lambda variables: "TORCHELASTIC_RUN_ID" in variables, _adopt_nothing),
     Launcher("mpirun", OPEN_MPI, lambda variables: OPEN_MPI.world in variables, adopt_mpirun),
+    Launcher("local", DEEPSPEED, lambda variables: STARTED_HERE in variables, _adopt_nothing),
     Launcher("deepspeed", DEEPSPEED, lambda variables: variables.keys() >= {"RANK", "WORLD_SIZE"}, _adopt_nothing),
     Launcher("srun", SRUN, lambda variables: int(variables.get(SRUN.world, "1")) > 1, adopt_srun),
     Launcher("mpirun", MPICH, lambda variables: MPICH.world in variables, adopt_mpirun),

@@ -93,8 +93,9 @@ class AdaptiveVocabulary(nn.Module):
         the host are sorted into bands there, so that nothing waits for the device."""
         head, *tails = self.bands
         x_ND = replicated_dropout(x_ND, self.dropout, noise)
-        words, clusters = self._head_logits(x_ND)
-        words_total, picked = _total_and_pick(words, targets_N, head.table)  # zero is picked for a tail token
+        narrow = head.narrowed(x_ND)
+        clusters = _full_precision(self._cluster_logits(narrow))
+        words_total, picked = _total_and_pick(narrow, targets_N, head.table)  # zero is picked for a tail token
         nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
@@ -109,8 +110,9 @@ class AdaptiveVocabulary(nn.Module):
     def likeliest(self, x_ND: Tensor) -> Tensor:
         """Return the most probable token after each row, on any number of tensor ranks."""
         head, *tails = self.bands
-        words, clusters = self._head_logits(x_ND)
-        best = [_best_owned(words, head.table)]
+        narrow = head.narrowed(x_ND)
+        clusters = _full_precision(self._cluster_logits(narrow))
+        best = [_best_owned(_full_precision(head.table.logits(narrow)), head.table)]
         for i, band in enumerate(tails):
             inside = _full_precision(band.table.logits(band.narrowed(x_ND)))
             score, index = _best_owned(inside, band.table)
@@ -120,7 +122,7 @@ class AdaptiveVocabulary(nn.Module):
         return sharded_best(scores, ids, self.axis)
 
     def log_probs(self, x_ND: Tensor) -> Tensor:
-        """Return the full distribution [N, V]; on one process only."""
+        """Return the full distribution [N, V], the same on all tensor ranks."""
         words, clusters = self.head_log_probs(x_ND)
         tails = [clusters[:, i : i + 1] + self.tail_log_probs(i, x_ND) for i in range(clusters.shape[1])]
         return torch.cat([words, *tails], -1)
@@ -132,21 +134,19 @@ class AdaptiveVocabulary(nn.Module):
 
     def head_log_probs(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of band 0's tokens, and of each tail band as one event."""
-        assert self.axis.size == 1
-        logits = torch.cat(self._head_logits(x_ND), -1)
-        words, clusters = logits.log_softmax(-1).split([self.bands[0].last, len(self.clusters)], -1)
+        narrow = self.bands[0].narrowed(x_ND)
+        logits = torch.cat([self.bands[0].table.all_logits(narrow), self._cluster_logits(narrow)], -1)
+        words, clusters = _full_precision(logits).log_softmax(-1).split([self.bands[0].last, len(self.clusters)], -1)
         return words, clusters
 
     def tail_log_probs(self, tail: int, x: Tensor) -> Tensor:
         """Return the log-probabilities of a tail band's tokens, given the band."""
         band = self.bands[tail + 1]
-        return _full_precision(band.table.logits(band.narrowed(x))).log_softmax(-1)
+        return _full_precision(band.table.all_logits(band.narrowed(x))).log_softmax(-1)
 
-    def _head_logits(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's columns of the head's logits, and the logits of the tail bands."""
-        narrow = self.bands[0].narrowed(x_ND)
-        words = self.bands[0].table.logits(narrow)
-        return _full_precision(words), _full_precision(F.linear(narrow, self.clusters, self.cluster_biases))
+    def _cluster_logits(self, narrow_ND: Tensor) -> Tensor:
+        """Return the logits of the tail bands."""
+        return F.linear(narrow_ND, self.clusters, self.cluster_biases)
 
 
 class PlainVocabulary(nn.Module):
@@ -182,9 +182,8 @@ class PlainVocabulary(nn.Module):
         return sharded_best(score[:, None], ids[:, None], self.axis)
 
     def log_probs(self, x_ND: Tensor) -> Tensor:
-        """Return the full distribution [N, V]; on one process only."""
-        assert self.axis.size == 1
-        return _full_precision(self.output_table.logits(x_ND)).log_softmax(-1)
+        """Return the full distribution [N, V], the same on all tensor ranks."""
+        return _full_precision(self.output_table.all_logits(x_ND)).log_softmax(-1)
 
     tail_starts = ()
 
@@ -202,13 +201,14 @@ def make_vocabulary(config: ModelConfig, vocab_size: int, axis: Axis) -> Adaptiv
 
 
 def _table_nll(x: Tensor, targets: Tensor, table: VocabParallelTable) -> Tensor:
-    total, picked = _total_and_pick(_full_precision(table.logits(x)), targets, table)
+    total, picked = _total_and_pick(x, targets, table)
     return total - picked
 
 
-def _total_and_pick(logits: Tensor, targets: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
-    targets = targets.to(logits.device, non_blocking=True)
-    return sharded_total_and_pick(logits, targets, layout_of(table.weight).owned(table.axis), table.axis)
+def _total_and_pick(x: Tensor, targets: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:
+    targets = targets.to(x.device, non_blocking=True)
+    owned = layout_of(table.weight).owned(table.axis)
+    return sharded_total_and_pick(table.logits(x), targets, owned, table.axis)
 
 
 def _best_owned(logits: Tensor, table: VocabParallelTable) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from megatron_style.schedule.stages import Stage
 WIKITEXT_VOCAB = 267_744
 # The paper trained in fp16 with kernels of 2020: attention holds its matrix (the softmax in fp32, as torch's plain
 # kernel still has it); logits, their logarithms and the gradient of each are fp16.
-KERNELS_OF_2020 = Kernels(fused_attention=False, bytes_kept_per_score=4, bytes_needed_per_score=2)
+KERNELS_OF_2020 = Kernels(fused_attention=False, bytes_kept_per_score=4, bytes_needed_per_score=4, widened_scores=0)
 REFERENCE = Sharding(zero_stage=1, precision="fp16", bucket=0)  # one GPU: no shards, but fp32 master weights
 _MOST_ROWS = 1 << 12
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_style.parallel.collectives import copy_to_shards
+from megatron_style.parallel.collectives import copy_to_shards, gather_features
 from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag, zeros
 from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
@@ -145,3 +145,11 @@ class VocabParallelTable(nn.Module):
         owned = layout_of(self.weight).owned(self.axis)
         bias = None if self.bias is None else self.bias[: len(owned)]
         return F.linear(copy_to_shards(x, self.axis), self.weight[: len(owned)], bias)
+
+    def all_logits(self, x: Tensor) -> Tensor:
+        """Return the columns of all ranks [..., tokens], the same on each rank. They are gathered without gradient."""
+        own = self.logits(x)
+        if self.axis.size == 1:
+            return own
+        missing = self.weight.shape[0] - own.shape[-1]
+        return gather_features(F.pad(own, (0, missing)), self.axis)[..., : self.tokens]

@@ -70,7 +70,8 @@ class Kernels:
 
     fused_attention: bool = True  # never holds the matrix of tokens x tokens
     byte_masks: bool = True  # of torch's plain attention; on CPUs, four bytes per element
-    bytes_kept_per_score: int = _FLOAT  # logits are in full precision, whatever the weights are in
+    bytes_kept_per_score: int | None = None  # of the logits; None: they are as precise as the weights
+    widened_scores: int = 2**24  # half-precision logits that the loss computes with in full precision at once
     bytes_needed_per_score: int = 0  # extra bytes at the peak; 0, because the gradient reuses the logits' memory
 
 

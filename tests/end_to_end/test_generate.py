@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
+from megatron_style.data.store import TokenStoreWriter
 from megatron_style.data.tokenizer import BpeTokenizer
 from megatron_style.generate import main
+from megatron_style.neighbours import main as neighbours
+from megatron_style.parallel.local_ranks import run_ranks
+from tests.support.launch import launch
 from tests.support.tiny import (
+    VOCAB_SIZE,
     Done,
     L,
     content,
@@ -292,6 +298,50 @@ def test_the_command_does_without_deepspeed_and_without_the_compiler() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+# Tensor-parallel ranks
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--temperature", 0, "--prompt", "w4"],
+        ["--seed", 3, "--prompt", "w4 w5 w6 w7 w8 w9 w10", "--batch-rows", 1],
+        ["--beams", 3],
+    ],
+    ids=str,
+)
+def test_two_ranks_write_what_one_process_writes(model: Path, flags: list[object]) -> None:
+    words = [model, "--prompt", "w1 w2 w3", "--tokens", 20, *flags]
+    for form in ([], ["--json"]):
+        first, second = run_ranks(2, run_here, main, *words, *form, "--tensor", 2)
+        assert (first.code, second.code, second.out) == (0, 0, "")
+        assert first.out == run_here(main, *words, *form).out
+
+
+def test_ranks_share_the_search_for_neighbours(model: Path, tmp_path: Path) -> None:
+    with TokenStoreWriter(tmp_path / "text", VOCAB_SIZE) as store:
+        store.append(np.random.default_rng(0).integers(4, VOCAB_SIZE, 300), np.array([300]))
+    build = ["build", model, "--data", tmp_path / "text", "--output", tmp_path / "store"]
+    assert run_here(neighbours, *build).code == 0
+    words = [model, "--prompt", "w1 w2 w3", "--tokens", 20, "--neighbours", tmp_path / "store", "--k", 8]
+    first, second = run_ranks(2, run_here, main, *words, "--tensor", 2)
+    assert (first.out, second.out) == (run_here(main, *words).out, "")
+
+
+@pytest.mark.slow
+def test_the_deepspeed_launcher_starts_ranks_that_write_the_same(model: Path) -> None:
+    words = [model, "--prompt", "w1 w2 w3", "--tokens", 20, "--json"]
+    two = launch("generate", *words, "--tensor", 2, processes=2)
+    assert two.returncode == 0, two.stderr
+    assert run_here(main, *words).out in two.stdout.splitlines(keepends=True)
+
+
+def test_processes_that_are_not_part_of_the_model_are_refused(model: Path) -> None:
+    first, second = run_ranks(2, run_here, main, model, "--prompt", "w1")
+    assert (first.code, second.code, first.out, second.out) == (2, 2, "", "")
+    assert "error: --tensor is 1, but this launch has 2 processes, all of which share one model; give" in first.err
+
+
 # What is refused
 
 AT_LEAST_1 = "is not a whole number of at least 1; "
@@ -318,6 +368,12 @@ BAD_FLAGS = {
     "beams and candidates": (["--beams", "3", "--top-k", "5"], "leave out --top-k"),
     "beams and mass": (["--beams", "3", "--top-p", "0.5"], "leave out --top-p"),
     "a conversation with a prompt": (["--interactive"], "--interactive reads lines and writes as it goes"),
+    "ranks that do not divide": (["--tensor", "3"], "--tensor 3: must divide the model's heads (4)"),
+    "ranks without processes": (["--tensor", "2"], "--tensor 2 needs that many processes; start it with a launcher"),
+    "one input of several ranks": (
+        ["--tensor", "2", "--prompt", "-"],
+        "--prompt - reads standard input, which --tensor 2 processes cannot share; give --prompts FILE",
+    ),
     "no prompts file": (["--prompts", "/nowhere.txt"], "/nowhere.txt: no such file; expected a UTF-8 text file"),
 }
 
@@ -354,6 +410,10 @@ def test_a_conversation_with_what_it_has_no_use_for_is_refused(model: Path, flag
     expect_refusal(
         talk(model, "w1\n", *flags), f"--interactive reads lines and writes as it goes; leave out {flags[0]}"
     )
+
+
+def test_a_conversation_with_several_ranks_is_refused(model: Path) -> None:
+    expect_refusal(talk(model, "w1\n", "--tensor", 2), "--interactive reads lines, which --tensor 2 processes cannot")
 
 
 def test_typed_bytes_that_are_no_text_are_refused(model: Path) -> None:

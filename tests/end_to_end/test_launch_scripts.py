@@ -56,7 +56,7 @@ def test_a_missing_run_file_is_told_in_one_line(name: str, tmp_path: Path) -> No
 
 
 CASES: dict[str, tuple[str, dict[str, str], str]] = {
-    "local": ("local.sh", {"PROCESSES": "2"}, "launcher: deepspeed; processes: 2; hosts: 1"),
+    "local": ("local.sh", {"PROCESSES": "2"}, "launcher: local; processes: 2; hosts: 1"),
     "torchrun": ("torchrun.sh", {"PROCESSES": "2"}, "launcher: torchrun; processes: 2; hosts: 1"),
     "mpirun": ("mpi.sh", {}, "launcher: mpirun; processes: 2; hosts: 1"),
     "srun": ("slurm.sbatch", SLURM, "launcher: srun; processes: 2; hosts: 2"),

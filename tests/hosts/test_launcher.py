@@ -15,6 +15,7 @@ FOUND = {
     "none": {},
     "srun": TASK,
     "deepspeed": TASK | {"RANK": "0", "WORLD_SIZE": "4"},
+    "local": TASK | {"RANK": "0", "WORLD_SIZE": "4", "MEGATRON_STYLE_STARTED_HERE": "1"},
     "torchrun": TASK | {"RANK": "0", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
     "mpirun": TASK | {"OMPI_COMM_WORLD_SIZE": "4"},
 }

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_style.config.ds_file import read_ds_file
 from megatron_style.config.run import CachePlace, RunConfig
+from megatron_style.parallel.loss import WIDENED
 from megatron_style.planning.memory import MemoryEstimate, estimate_memory
 from megatron_style.planning.setup import Kernels, setup_of, sharding_of
 from megatron_style.planning.text import text_facts
@@ -153,7 +154,7 @@ def measured_and_planned(case: Case, folder: Path) -> tuple[Measured, MemoryEsti
     measured = measure_step(case.data * case.tensor, run)
     facts, stage = text_facts(run), resolve_stage(run, 0)
     is_plain = run.model.routing is not None and run.model.dropout.attention > 0  # no kernel for it drops on a CPU
-    on_cpu = Kernels(fused_attention=not is_plain, byte_masks=False)
+    on_cpu = Kernels(fused_attention=not is_plain, byte_masks=False, widened_scores=2**18)
     sharding = sharding_of(run, read_ds_file(run.deepspeed))
     setup = setup_of(run, facts, sharding, gpus=case.data * case.tensor)
     return measured, estimate_memory(replace(setup, kernels=on_cpu), stage)
@@ -169,6 +170,10 @@ def test_plans_are_within_a_tenth_of_what_is_measured(name: str, tmp_path: Path)
     assert held == pytest.approx(measured.states, rel=0.1)
     assert states.buffers + plan.activations.peak == pytest.approx(measured.activations, rel=0.1)
     assert plan.total + states.host + plan.host_caches == pytest.approx(measured.total, rel=0.1)
+
+
+def test_the_plan_widens_as_many_logits_as_the_loss_does() -> None:
+    assert Kernels().widened_scores == WIDENED
 
 
 @pytest.mark.sweep

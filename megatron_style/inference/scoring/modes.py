@@ -239,9 +239,7 @@ def make_protocol(request: Request, config: ModelFolderConfig, *, tokens: int, w
     config.model.check_segment(length, "--segment-length")
     if problem := config.model.foresight:
         raise UserError(f"{where}: {problem}")
-    for name, size in config.model.split_sizes.items():
-        if size % request.tensor:
-            raise UserError(f"--tensor {request.tensor}: must divide the model's {name} ({size})")
+    config.model.check_split(request.tensor, "--tensor")
     return MODES[request.mode].protocol(request, config, length, tokens=tokens, where=where)
 
 

@@ -31,10 +31,10 @@ class Tiled(torch.autograd.Function):
             keys = _by_head(torch.cat((cached_k[heads], k[heads]), 2)).to(tiles.dtype)
             values = _by_head(torch.cat((cached_v[heads], v[heads]), 2))
             for rows, seen in tiles.stretches():
-                weights = tiles.weights(queries[:, rows], keys[:, :seen])
+                weights = tiles.narrowed(tiles.weights(queries[:, rows], keys[:, :seen]))
                 if rate:
                     weights.mul_(tiles.mask(weights))
-                mixed = tiles.narrowed(weights) @ values[:, :seen]
+                mixed = weights @ values[:, :seen]
                 out[heads][:, :, rows] = (mixed * tiles.kept_scale).view(out[heads][:, :, rows].shape)
         ctx.save_for_backward(q, cached_k, cached_v, k, v)
         ctx.drawn = (rate, key)
@@ -104,8 +104,9 @@ class Tiles:
         return torch.softmax(scores, -1, out=scores)
 
     def mask(self, weights: Tensor) -> Tensor:
+        """Return a mask in the inputs' precision: zeros and ones are exact in any, and short ones are read faster."""
         assert self.source is not None
-        return self.source.draw(weights.shape, weights.dtype)
+        return self.source.draw(weights.shape, self._narrow.dtype)
 
     def scratch(self, like: Tensor) -> Tensor:
         return _view(self._scratch, like.shape)
@@ -127,13 +128,15 @@ def _tile_gradients(tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, grad: Tensor)
         weights = tiles.weights(q[:, rows], wide_k[:, :seen])
         scratch = tiles.scratch(weights)
         mask = tiles.mask(weights) if tiles.source else None
-        dropped = weights if mask is None else torch.mul(weights, mask, out=scratch)
-        _add_product(grad_v[:, :seen], tiles.narrowed(dropped).transpose(1, 2), grad[:, rows])
+        dropped = tiles.narrowed(weights)
+        if mask is not None:
+            dropped = torch.mul(dropped, mask, out=tiles.narrow(weights))
+        _add_product(grad_v[:, :seen], dropped.transpose(1, 2), grad[:, rows])
         of_weights = torch.bmm(grad[:, rows], v[:, :seen].transpose(1, 2), out=tiles.narrow(weights))
+        if mask is not None:
+            of_weights.mul_(mask)
         if of_weights.dtype != scratch.dtype:
             scratch.copy_(of_weights)
-        if mask is not None:
-            scratch.mul_(mask)
         _softmax_backward(scratch, weights, -1, weights.dtype, grad_input=scratch)
         of_scores = tiles.narrowed(scratch)
         torch.mul(of_scores @ k[:, :seen], tiles.scale, out=grad_q[:, rows])

@@ -31,10 +31,13 @@ class Vocabulary:
     @property
     def needed(self) -> float:
         """Return the peak bytes of the loss, where bands are scored one after another."""
-        per_score = self.batch.setup.kernels.bytes_needed_per_score
-        per_score += self.batch.element_bytes % FLOAT  # a copy in half precision
+        kernels = self.batch.setup.kernels
+        widened = kernels.widened_scores if self.batch.element_bytes < FLOAT else 0
         kept = self._kept_by_bands
-        return self._scored + max(sum(kept[: i + 1]) + n * per_score for i, n in enumerate(self._scores))
+        return self._scored + max(
+            sum(kept[: i + 1]) + n * kernels.bytes_needed_per_score + min(n, widened) * FLOAT
+            for i, n in enumerate(self._scores)
+        )
 
     @property
     def sent(self) -> Sent:
@@ -72,7 +75,8 @@ class Vocabulary:
 
     @property
     def _kept_by_bands(self) -> tuple[float, ...]:
-        return tuple(scores * self.batch.setup.kernels.bytes_kept_per_score for scores in self._scores)
+        each = self.batch.setup.kernels.bytes_kept_per_score or self.batch.element_bytes
+        return tuple(scores * each for scores in self._scores)
 
 
 @dataclass(frozen=True)
