@@ -81,6 +81,7 @@ class HeldOut:
     by_position: tuple[float, ...]
     text_digest: str = ""  # of what the loss was measured on; empty: not recorded
     name: str = ""  # of the text, if it has one
+    scored_tokens: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -254,7 +255,15 @@ def _held_out(event: ValidEvent) -> HeldOut:
     loss = _drawable(event.loss)
     perplexity = _perplexity(loss) if event.perplexity is None else _drawable(event.perplexity)
     by_position = tuple(_drawable(band) or 0.0 for band in event.by_position or ())
-    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "", event.name or "")
+    return HeldOut(
+        _place(event),
+        loss,
+        perplexity,
+        by_position,
+        event.text_digest or "",
+        event.name or "",
+        _finite(event.scored_tokens),
+    )
 
 
 def _sample(event: SampleEvent) -> Sample:
