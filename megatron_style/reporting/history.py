@@ -150,7 +150,9 @@ def read_run(name: str, folder: Path) -> RunHistory:
     run_file = RunFolder(folder).run_file
     for needed in (metrics, run_file):
         if not needed.is_file():
-            raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
+            inside = sorted(path.parent for path in folder.glob(f"*/{needed.name}"))
+            such = f", such as {inside[0]}" if inside else ""
+            raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected{such}")
     stages: list[StageOpening] = []
     trained = _Thinned(every=-(-_count_lines(metrics) // _MOST_TRAINED))
     held_out: list[HeldOut] = []
