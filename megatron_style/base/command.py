@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
+from megatron_style.base import leave_at_ctrl_c, raise_at_ctrl_c
 from megatron_style.base.errors import Diverged, OnlyChecked, RunFailed, Stopped, UserError, harmless
 from megatron_style.base.launchers import is_first_of_host
 
@@ -109,17 +108,9 @@ def run_module(name: str) -> NoReturn:
 
 def _imported(name: str) -> Any:
     """Import a module. Ctrl-C meanwhile ends the process at once: an exception within an import may get lost."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        del number, frame
-        log("interrupted")
-        os._exit(EXIT_INTERRUPTED)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before == signal.default_int_handler:  # not under nohup or in the background
-        signal.signal(signal.SIGINT, leave)
+    leave_at_ctrl_c()
     module = import_module(name)
-    signal.signal(signal.SIGINT, before)
+    raise_at_ctrl_c()
     return module
 
 
