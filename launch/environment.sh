@@ -20,11 +20,11 @@ install_requirements() {
     local file=$1 python=${PYTHON:-python3} stamp
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { echo "error: $python is $("$python" --version 2>&1); set PYTHON to Python 3.11 or newer" >&2; return 2; }
-    [ -x .venv/bin/pip ] || "$python" -m venv .venv
+    [ -x .venv/bin/pip ] || "$python" -m venv .venv || return
     stamp=".venv/$(cat constraints.txt requirements.txt requirements-neighbours.txt "$file" | sha256sum | cut -c 1-16).installed"
     [ -e "$stamp" ] && return
     echo "Installing $file into .venv (once; a minute or two) ..." >&2
-    pip install --quiet --disable-pip-version-check --requirement "$file" --constraint constraints.txt
+    pip install --quiet --disable-pip-version-check --requirement "$file" --constraint constraints.txt || return
     touch "$stamp"
 }
 

@@ -6,21 +6,22 @@ import argparse
 import json
 import os
 import re
-import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
+from megatron_style.base import leave_at_ctrl_c, raise_at_ctrl_c
 from megatron_style.base.errors import Diverged, OnlyChecked, RunFailed, Stopped, UserError, harmless
 from megatron_style.base.launchers import is_first_of_host
 
 CONSOLE_COMMAND = "shortformer"
 LAST_WORDS = "MEGATRON_STYLE_LAST_WORDS"  # names a folder of this host in the environment of a launch
+_TORCHRUN_SUMMARY = "TORCHELASTIC_ERROR_FILE"  # names a file whose message torchrun repeats at its end
 Value = TypeVar("Value")
 Level = Literal["FAIL", "WARN", "ok"]  # of a finding
 _LEVELS: tuple[Level, ...] = ("FAIL", "WARN", "ok")
@@ -107,17 +108,9 @@ def run_module(name: str) -> NoReturn:
 
 def _imported(name: str) -> Any:
     """Import a module. Ctrl-C meanwhile ends the process at once: an exception within an import may get lost."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        del number, frame
-        log("interrupted")
-        os._exit(EXIT_INTERRUPTED)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before == signal.default_int_handler:  # not under nohup or in the background
-        signal.signal(signal.SIGINT, leave)
+    leave_at_ctrl_c()
     module = import_module(name)
-    signal.signal(signal.SIGINT, before)
+    raise_at_ctrl_c()
     return module
 
 
@@ -128,6 +121,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     except UserError as error:
         if is_first_of_host():  # all processes of a host find the same mistake
             last_words(f"error: {error}", EXIT_BAD_INPUT)
+        _tell_torchrun(f"error: {error}")
         sys.exit(EXIT_BAD_INPUT)
     except OnlyChecked as note:
         if is_first_of_host():
@@ -152,10 +146,20 @@ def last_words(line: str, code: int) -> None:
     """Log the error with which this process ends, and leave it, under the name of its exit code, where the launch that
     started it can repeat both: most launchers write lines of their own after it, and some exit with another code."""
     log(line)
+    _tell_torchrun(line)
     folder = os.environ.get(LAST_WORDS)
     with suppress(OSError):  # on other hosts there is no such folder
         if folder:
             (Path(folder) / str(code)).write_text(line, encoding="utf-8")
+
+
+def _tell_torchrun(line: str) -> None:
+    """Leave an error where torchrun, started without a launch script, looks for what its summary says of a process."""
+    file = os.environ.get(_TORCHRUN_SUMMARY)
+    with suppress(OSError):
+        if file:
+            told = {"message": harmless(line), "timestamp": int(time.time())}
+            Path(file).write_text(json.dumps(told), encoding="utf-8")
 
 
 def log(line: str) -> None:

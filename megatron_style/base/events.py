@@ -81,6 +81,7 @@ class ValidEvent:
     flops: int | None = None
     by_position: tuple[float, ...] | None = None
     text_digest: str | None = None
+    scored_tokens: int | None = None  # of the held-out text
     name: str | None = None  # of the held-out text, if data.valid has names
     is_main: bool | None = None  # false: another text than the first, by which runs are compared
 

@@ -62,6 +62,13 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"
 
 
+def perplexity_text(value: float) -> str:
+    """Return a perplexity with two decimals, or with three digits if it is so large that only its size matters."""
+    if value < 1e5:
+        return f"{value:,.2f}"
+    return COUNT.text(value) if value < 1e15 else f"{value:.3g}"
+
+
 def with_prefix(value: float) -> str:
     """Return `1.23 M` for 1234567, to be followed by the unit."""
     power = 0

@@ -9,11 +9,10 @@ from typing import Annotated, Self
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
-from megatron_style.config.section import Section
+from megatron_style.config.section import NAME, Section
 
 Tokens = Annotated[int, Field(gt=0, le=2**32)]  # forwarded at once
 Weight = Annotated[float, Field(gt=0, le=1e15)]
-NAME = r"[\w.+-]+"  # a part of TensorBoard's tags
 Name = Annotated[str, Field(pattern=f"^{NAME}$", max_length=64)]
 
 

@@ -21,9 +21,9 @@ from pydantic import (
 from megatron_style.base.errors import UserError
 from megatron_style.config.data import DataConfig, Tokens
 from megatron_style.config.model import DEFAULT_OPTIMIZER, ModelConfig, OptimizerKind
-from megatron_style.config.section import Section
+from megatron_style.config.section import DURATION, Section
 
-Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[smh]$")]
+Duration = Annotated[str, Field(pattern=DURATION)]
 StepsOrTime = Annotated[
     Annotated[PositiveInt, Tag("(steps)")] | Annotated[Duration, Tag("(time)")],
     Discriminator(lambda value: "(time)" if isinstance(value, str) else "(steps)"),

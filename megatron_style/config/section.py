@@ -12,6 +12,13 @@ from pydantic_core import ErrorDetails
 
 from megatron_style.base.errors import UserError
 
+NAME = r"[\w.+-]+"  # a part of TensorBoard's tags
+DURATION = r"^\d+(\.\d+)?[smh]$"
+PATTERNS: Mapping[str, str] = {
+    DURATION: "a time such as 30m, 90s or 1.5h",
+    f"^{NAME}$": "of letters, digits, `_`, `.`, `+` and `-`",
+}
+
 # The forms that a value may have; pydantic names them as if they were keys.
 _FORMS = ("(path)", "(list)", "(mapping)", "(steps)", "(time)")
 
@@ -51,6 +58,8 @@ def _explain(error: ErrorDetails, section: type[BaseModel]) -> str:
         case "value_error":
             reason = str(error["ctx"]["error"])
             return f"{key}: {reason}" if key else reason
+        case "string_pattern_mismatch":
+            return f"{key} is {value}, but it should be {PATTERNS[error['ctx']['pattern']]}"
         case _:
             return f"{key} is {value}, but {error['msg'].replace('Input should', 'it should')}"
 

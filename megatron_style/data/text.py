@@ -31,7 +31,8 @@ def decode_text(raw: bytes, path: Path, start: int = 0) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         where = start + error.start
-        raise UserError(f"{path}: byte {where} is not UTF-8 ({error.reason}); expected UTF-8 text") from error
+        remedy = "convert it, as with iconv -f latin1 -t utf-8"
+        raise UserError(f"{path}: byte {where} is not UTF-8 ({error.reason}); {remedy}") from error
 
 
 def lines_of(text: str) -> list[str]:

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DeepSpeedConfigError
 
+from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.ds_config import (
     check_one_home,
     clip_norm,
     complete_ds_config,
     explained,
+    monitor_of,
     read_ds_config,
     speaks,
 )
@@ -71,3 +73,8 @@ def build_engine(run: RunConfig, schedule: StageSchedule, vocab_size: int, topol
         )
     except _WRONG_SETTINGS as error:
         raise explained(error, user, run.deepspeed) from error
+    except Exception as error:
+        if (monitor := monitor_of(error)) is None:
+            raise
+        reason = " ".join(f"{error}".split())
+        raise UserError(f"{monitor}: refuses to start: {reason}; or leave it out of the run") from error

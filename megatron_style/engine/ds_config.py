@@ -77,9 +77,21 @@ def _wandb(user: dict[str, Any], run: RunConfig) -> dict[str, Any]:
         return {}
     if "wandb" in user:
         raise UserError(f"{run.deepspeed}: has wandb, and so has the run file (watch.wandb); remove one")
-    if find_spec("wandb") is None:
+    if not _is_installed("wandb"):
         raise UserError("watch.wandb: needs the package wandb; `pip install wandb`, or remove the key")
     return {"wandb": {"enabled": True, "project": run.watch.wandb, "group": run.output.path.resolve().name}}
+
+
+def _is_installed(package: str) -> bool:
+    """True if the package can be imported. A folder of its name is none: W&B leaves its files in one, `wandb`."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def monitor_of(error: Exception) -> str | None:
+    """Return the package of a monitor if the error is its own, as when nobody is logged in."""
+    package = type(error).__module__.partition(".")[0]
+    return package if package in _PACKAGES.values() else None
 
 
 def speaks(user: dict[str, Any]) -> bool:
@@ -110,7 +122,7 @@ def _check_sections(data: dict[str, Any], source: str) -> None:
             reason = " ".join(str(error).split("For further")[0].split())
             raise UserError(f"{source}: {key}: {reason}") from None
     for key, package in _PACKAGES.items():
-        if data.get(key, {}).get("enabled") and find_spec(package) is None:
+        if data.get(key, {}).get("enabled") and not _is_installed(package):
             raise UserError(f"{source}: {key} needs the package {package}; `pip install {package}`, or remove the key")
     clipping = data.get("gradient_clipping", "auto")
     if clipping != "auto" and not (isinstance(clipping, int | float) and clipping > 0):

@@ -43,6 +43,8 @@ def open_model(path: Path) -> ModelSource:
         if form.recognises(path):
             return form.read(path)
     known = ", ".join(form.NAME for form in FORMATS)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder; a model is expected: {known}")
     raise UserError(f"{path}: is not a model in any known form; expected one of these: {known}")
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from megatron_style.hosts.forwarded_environment import LAUNCH, open_variables, own_variables
-from megatron_style.hosts.holder import HELD
+from megatron_style.hosts.holder import HELD, NAME
 from megatron_style.hosts.hosts import Host, Unanswered, ask_all, in_this_folder
 
 _SECONDS = 60.0  # for a host to take the variables
@@ -41,7 +41,7 @@ def launch_environment(hosts: Sequence[Host], launch: str) -> Iterator[dict[str,
 @contextmanager
 def _held(hosts: Sequence[Host], variables: Mapping[str, str]) -> Iterator[str]:
     """Yield the folder in which every host finds the variables, as long as the context lasts."""
-    folder = f"/tmp/megatron_style-{uuid.uuid4().hex}-"  # made with mode 0700, and its name cannot be guessed
+    folder = f"/tmp/{NAME}{uuid.uuid4().hex}-"  # made with mode 0700, and its name cannot be guessed
     numbers = {host: number for number, host in enumerate(hosts)}
     holders: Mapping[Host, subprocess.Popen[str]] = {}
     silent: Mapping[Host, Unanswered] = {}

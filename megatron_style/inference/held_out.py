@@ -26,6 +26,7 @@ class HeldOut:
     prompt: str = ""
     text: str = ""
     text_digest: str = ""  # of the text and its vocabulary
+    scored_tokens: int = 0
 
 
 def held_out(model: Shortformer, corpus: Corpus, name: str, output: OutputConfig, last: Stage, axis: Axis) -> HeldOut:
@@ -50,6 +51,7 @@ def held_out(model: Shortformer, corpus: Corpus, name: str, output: OutputConfig
         _spelled(prompt, corpus),
         _spelled(written, corpus),
         corpus.held_out_digest(tokens),
+        len(tokens),
     )
 
 

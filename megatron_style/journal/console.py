@@ -9,7 +9,7 @@ from datetime import timedelta
 from megatron_style.base.command import log
 from megatron_style.base.events import TrainEvent
 from megatron_style.base.terminal import Terminal
-from megatron_style.base.units import with_prefix
+from megatron_style.base.units import perplexity_text, with_prefix
 from megatron_style.config.run import RunConfig
 from megatron_style.parallel.topology import Topology
 
@@ -106,6 +106,12 @@ class Console:
         width = terminal.width
         bar = self._last.bar(step, width) if self._last else f"step {step}/{self._total_steps}"[: width - 1]
         terminal.draw(bar)
+
+
+def held_out_line(step: int, total_steps: int, name: str, perplexity: float) -> str:
+    """Return the line of an evaluation. The text has a name if data.valid has names."""
+    text = f" of {name}" if name else ""
+    return f"step {step}/{total_steps}: held-out perplexity{text} {perplexity_text(perplexity)}"
 
 
 def grid_lines(run: RunConfig, topology: Topology) -> list[str]:

@@ -29,7 +29,7 @@ from megatron_style.config.run_file import keep_older, save_run
 from megatron_style.engine.engine import LossShare, TrainingEngine, Update
 from megatron_style.engine.preflight import preflight_line
 from megatron_style.inference.held_out import HeldOut
-from megatron_style.journal.console import Console, ProgressLine, grid_lines
+from megatron_style.journal.console import Console, ProgressLine, grid_lines, held_out_line
 from megatron_style.journal.farewell import farewell
 from megatron_style.journal.metrics_file import MetricsFile
 from megatron_style.journal.opening import launch_of, opening_of
@@ -199,14 +199,14 @@ class Journal:
                 flops=totals.flops,
                 by_position=tuple(found.by_position),
                 text_digest=found.text_digest,
+                scored_tokens=found.scored_tokens,
                 name=name or None,
                 is_main=is_main if name else None,
             )
         )
         if found.text:
             self._record(SampleEvent(step=step, tokens=totals.tokens, prompt=found.prompt, text=found.text))
-        text = f" of {name}" if name else ""
-        self._say(f"step {step}/{self._schedule.total_steps}: held-out perplexity{text} {found.perplexity:.2f}")
+        self._say(held_out_line(step, self._schedule.total_steps, name, found.perplexity))
 
     def finished(self, best_step: int | None) -> None:
         if self._writes:

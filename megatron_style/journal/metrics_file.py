@@ -44,11 +44,11 @@ class MetricsFile:
                 if event is not None:
                     yield event
 
-    def last_held_out(self) -> ValidEvent | None:
-        """Return the last evaluation of the main held-out text."""
+    def last_held_out(self, step: int | None = None) -> ValidEvent | None:
+        """Return the last evaluation of the main held-out text, or the one after this step."""
         for _, line in _lines_backwards(self._path):
             event = _event(line)
-            if isinstance(event, ValidEvent) and event.is_main is not False:
+            if isinstance(event, ValidEvent) and event.is_main is not False and step in (None, event.step):
                 return event
         return None
 

@@ -22,7 +22,6 @@ from tensorboard.compat.proto.event_pb2 import Event as FileEvent
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard.summary import text
-from torch.utils.tensorboard.writer import FileWriter
 
 from megatron_style.base.errors import harmless
 from megatron_style.base.events import (
@@ -39,6 +38,7 @@ from megatron_style.base.events import (
 from megatron_style.base.files import write_atomic
 from megatron_style.base.json_text import parse_json
 from megatron_style.base.run_folder import RunFolder
+from megatron_style.journal.event_file import EventFile
 from megatron_style.journal.hparams import Setting, session_end, session_start
 from megatron_style.journal.metrics_file import MetricsFile
 
@@ -110,7 +110,7 @@ class TensorBoardWriter:
             self.add(event)
 
     @property
-    def _by_step(self) -> FileWriter:
+    def _by_step(self) -> EventFile:
         return self._writers[0]
 
     def flush(self, step: int) -> None:
@@ -178,18 +178,18 @@ def _remove_events(folder: Path) -> None:
             old.parent.rmdir()
 
 
-def _writers(folders: Sequence[Path], purge_from: Sequence[int] = (0, 0)) -> tuple[FileWriter, ...]:
+def _writers(folders: Sequence[Path], purge_from: Sequence[int] = (0, 0)) -> tuple[EventFile, ...]:
     return tuple(_writer(folder, purge_from=step) for folder, step in zip(folders, purge_from, strict=False))
 
 
-def _writer(folder: Path, *, purge_from: int = 0) -> FileWriter:
+def _writer(folder: Path, *, purge_from: int = 0) -> EventFile:
     """Open a new event file. Readers of it, even an open TensorBoard, drop the steps they have seen from there on."""
     newest = max((int(path.name.split(".")[3]) for path in folder.glob(_FILES)), default=0)
     while (
         int(time.time()) == newest
     ):  # files are read in the order of their names, which start with the time in seconds
         time.sleep(0.05)
-    writer = FileWriter(str(folder), flush_secs=30)
+    writer = EventFile(folder)
     writer.add_event(FileEvent(session_log=SessionLog(status=SessionLog.START)), purge_from)
     return writer
 

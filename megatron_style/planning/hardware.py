@@ -47,11 +47,11 @@ _TABLE = (
     # NVIDIA H200 datasheet: the same, with 141 GB at 4.8 TB/s. Hosts: NVIDIA DGX H100/H200 datasheet, 8 x 400 Gb/s.
     Gpu("h100-80gb", 989e12, 67e12, 80 * GIB, 3350e9, 450e9, 50e9),
     Gpu("h200-141gb", 989e12, 67e12, 141 * GIB, 4800e9, 450e9, 50e9),
-    # NVIDIA HGX B200 datasheet, an eighth of 8 GPUs: 36 PFLOPS with sparsity, so 2.25 dense each; 75 TFLOPS fp32, 180
-    # GB, 8 TB/s, NVLink 1.8 TB/s both ways together. Hosts: NVIDIA DGX B200 datasheet, 8 x 400 Gb/s.
+    # NVIDIA B200 in an HGX or DGX, at 1,000 W: 4,500 TFLOPS with sparsity, so 2,250 dense; 75 fp32, 8 TB/s. NVIDIA DGX
+    # B200 user guide: 1,440 GB and 14.4 TB/s of NVLink both ways together for 8 GPUs; 8 x 400 Gb/s.
     Gpu("b200-180gb", 2250e12, 75e12, 180 * GIB, 8000e9, 900e9, 50e9),
-    # AMD Instinct MI300X datasheet: 1,307 TFLOPS dense, 163.4 fp32, 192 GB at 5.3 TB/s; seven Infinity Fabric links of
-    # 128 GB/s both ways together. Hosts of 8 usually have 8 x 400 Gb/s.
+    # AMD Instinct MI300X datasheet: 1,307 TFLOPS dense, 163.4 fp32 (304 compute units at 2.1 GHz), 192 GB at 5.3 TB/s;
+    # seven Infinity Fabric links of 128 GB/s both ways together. Hosts of 8 usually have 8 x 400 Gb/s.
     Gpu("mi300x-192gb", 1307e12, 163.4e12, 192 * GIB, 5300e9, 448e9, 50e9),
     # NVIDIA Ampere GA102 whitepaper: 71 TFLOPS summed in fp32, 35.6 fp32, 936 GB/s; PCIe 4.0 x16.
     # NVIDIA Ada whitepaper: 165.2, 82.6, 1,008 GB/s. Hosts of either differ widely: 100 Gb/s for 8 GPUs is assumed.

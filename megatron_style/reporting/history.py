@@ -81,6 +81,7 @@ class HeldOut:
     by_position: tuple[float, ...]
     text_digest: str = ""  # of what the loss was measured on; empty: not recorded
     name: str = ""  # of the text, if it has one
+    scored_tokens: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -149,7 +150,9 @@ def read_run(name: str, folder: Path) -> RunHistory:
     run_file = RunFolder(folder).run_file
     for needed in (metrics, run_file):
         if not needed.is_file():
-            raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected")
+            inside = sorted(path.parent for path in folder.glob(f"*/{needed.name}"))
+            such = f", such as {inside[0]}" if inside else ""
+            raise UserError(f"{folder}: no {needed.name} in it; the folder of a run is expected{such}")
     stages: list[StageOpening] = []
     trained = _Thinned(every=-(-_count_lines(metrics) // _MOST_TRAINED))
     held_out: list[HeldOut] = []
@@ -254,7 +257,15 @@ def _held_out(event: ValidEvent) -> HeldOut:
     loss = _drawable(event.loss)
     perplexity = _perplexity(loss) if event.perplexity is None else _drawable(event.perplexity)
     by_position = tuple(_drawable(band) or 0.0 for band in event.by_position or ())
-    return HeldOut(_place(event), loss, perplexity, by_position, event.text_digest or "", event.name or "")
+    return HeldOut(
+        _place(event),
+        loss,
+        perplexity,
+        by_position,
+        event.text_digest or "",
+        event.name or "",
+        _finite(event.scored_tokens),
+    )
 
 
 def _sample(event: SampleEvent) -> Sample:

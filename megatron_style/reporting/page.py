@@ -183,12 +183,11 @@ def _position(runs: Sequence[RunHistory]) -> Markup:
 
 
 def _tokens_of_a_point(run: RunHistory) -> str:
-    """Return a sentence on the chance in a point, if the run file says on how many tokens it was measured."""
-    tokens = dict(run.settings).get("output.evaluate_tokens", "")
-    bands = len(run.held_out[-1].by_position) if run.held_out else 0
-    if not tokens.isdigit() or not bands:
+    """Return a sentence on the chance in a point, if it is on record on how many tokens it was measured."""
+    last = run.held_out[-1] if run.held_out else None
+    if last is None or not last.by_position or not last.scored_tokens:
         return ""
-    each = int(tokens) / bands
+    each = last.scored_tokens / len(last.by_position)
     chance = 2 * _TOKEN_DEVIATION * (2 / each) ** 0.5
     return (
         f" A point is the mean of about {each:,.0f} tokens; where their losses have a standard deviation of "

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megatron_style.base.units import Quantity, plain
+from megatron_style.base.units import Quantity, Unit, plain
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,17 @@ class Scale:
 
 
 def labelled_ticks(quantity: Quantity, scale: Scale, most: int) -> tuple[tuple[float, str], ...]:
-    """Return round values of one unit and their labels: an axis of 25 minutes has ticks at full minutes."""
+    """Return round values of one unit and their labels: an axis of 25 minutes has ticks at full minutes. A logarithmic
+    axis from 1 to 1,000,000 would not be readable in one unit: each of its labels has its own."""
+    if scale.logarithmic:
+        return tuple((value, _label(value, quantity.unit(value))) for value in scale.ticks(most))
     unit = quantity.unit(scale.high)
     rounds = replace(scale, low=scale.low / unit.size, high=scale.high / unit.size).ticks(most)
-    return tuple((value * unit.size, f"{plain(value)}{unit.short}" if value else "0") for value in rounds)
+    return tuple((value * unit.size, _label(value * unit.size, unit)) for value in rounds)
+
+
+def _label(value: float, unit: Unit) -> str:
+    return f"{plain(float(f'{value / unit.size:.12g}'))}{unit.short}" if value else "0"
 
 
 def even_ticks(low: float, high: float, most: int) -> tuple[float, ...]:

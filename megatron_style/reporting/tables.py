@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from megatron_style.base.units import COUNT, FLOPS, FLOPS_PER_SECOND, MEMORY, NOT_RECORDED, TIME, Quantity, three_digits
+from megatron_style.base.units import (
+    COUNT,
+    FLOPS,
+    FLOPS_PER_SECOND,
+    MEMORY,
+    NOT_RECORDED,
+    TIME,
+    Quantity,
+    perplexity_text,
+    three_digits,
+)
 from megatron_style.reporting.comparison import (
     Difference,
     best,
@@ -91,7 +101,7 @@ def facts_table(runs: Sequence[RunHistory]) -> Markup:
 
 
 def perplexity(valid: HeldOut | None) -> str:
-    return NOT_RECORDED if valid is None or valid.perplexity is None else f"{valid.perplexity:,.2f}"
+    return NOT_RECORDED if valid is None or valid.perplexity is None else perplexity_text(valid.perplexity)
 
 
 def _lengths(run: RunHistory) -> str:

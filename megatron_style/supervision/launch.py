@@ -9,6 +9,9 @@ of its own, which a terminal's signals do not reach, and the ranks are asked dir
 from __future__ import annotations
 
 if __name__ == "__main__":
+    from megatron_style.base import leave_at_ctrl_c
+
+    leave_at_ctrl_c()
     from megatron_style.base.command import run_module
 
     run_module("megatron_style.supervision.launch")  # imports this file, so that no Ctrl-C is lost meanwhile

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_style.base.command import log, run_command, say, show, show_table
 from megatron_style.base.errors import UserError, harmless
@@ -26,6 +27,26 @@ def test_wrong_input_is_told_once_a_host(
         run_command(wrong)
     assert left.value.code == 2
     assert capsys.readouterr().err == ("" if rank else "error: model.layers: holds -1\n")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchruns_own_summary_says_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, rank: int
+) -> None:
+    """Under plain torchrun, whose last lines are a summary of each process: by its contract, read by its own class."""
+
+    def wrong() -> None:
+        raise UserError("model.layers: holds -1")
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    with pytest.raises(SystemExit):
+        run_command(wrong)
+    failure = ProcessFailure(local_rank=rank, pid=1, exitcode=2, error_file=str(file))
+    assert "error: model.layers: holds -1" in ChildFailedError("train", {rank: failure}).format_msg()
+    assert failure.timestamp > 0
+    capsys.readouterr()
 
 
 def test_a_log_that_goes_to_a_full_disk_ends_nothing() -> None:

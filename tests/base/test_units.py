@@ -6,7 +6,18 @@ import math
 
 import pytest
 
-from megatron_style.base.units import COUNT, FLOPS_PER_SECOND, MEMORY, RATE, TIME, Quantity, duration, size, with_prefix
+from megatron_style.base.units import (
+    COUNT,
+    FLOPS_PER_SECOND,
+    MEMORY,
+    RATE,
+    TIME,
+    Quantity,
+    duration,
+    perplexity_text,
+    size,
+    with_prefix,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +31,13 @@ from megatron_style.base.units import COUNT, FLOPS_PER_SECOND, MEMORY, RATE, TIM
 )  # fmt: skip
 def test_amounts_are_told_in_the_unit_that_fits(quantity: Quantity, value: float | None, words: str) -> None:
     assert quantity.text(value) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(18.1523, "18.15"), (3841.409, "3,841.41"), (5_175_348.22, "5.18M"), (1e18, "1e+18")]
+)
+def test_a_huge_perplexity_is_short(value: float, words: str) -> None:
+    assert perplexity_text(value) == words
 
 
 @pytest.mark.parametrize(

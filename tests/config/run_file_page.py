@@ -19,8 +19,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_style.config.data import NAME
 from megatron_style.config.run import RunConfig
+from megatron_style.config.section import DURATION, NAME
 from megatron_style.config.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ would use them. An unknown key or a value of another type is refused by name. Ex
 _PLAIN: Mapping[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}
 _BOUNDS: Mapping[type, tuple[str, str]] = {Gt: ("gt", ">"), Ge: ("ge", "≥"), Lt: ("lt", "<"), Le: ("le", "≤")}
 _PATTERNS = {
-    r"^\d+(\.\d+)?[smh]$": " with a unit: s, m or h",
+    DURATION: " with a unit: s, m or h",
     f"^{NAME}$": " of letters, digits, `_`, `.`, `+` and `-`",
 }
 _LARGEST = 10_000  # upper bounds above it only protect from files of strangers

@@ -45,7 +45,7 @@ def test_sources_have_names(train: Any, names: list[str], tmp_path: Path) -> Non
     ([{"weight": 2}], "data.train.0.path: missing; it has no default"),
     ([{"path": "my books/train", "weight": 1}],
      "data.train.0: 'my books' of its path cannot be the name of a source; set name, such as books"),
-    ([BOOKS | {"name": "a/b"}], "data.train.0.name is \"a/b\", but String should match pattern"),
+    ([BOOKS | {"name": "a/b"}], "data.train.0.name is \"a/b\", but it should be of letters, digits"),
     (["data/books/train"], "data.train.0 is \"data/books/train\", but it should be an object"),
     ([], "data.train is [], but Tuple should have at least 1 item"),
     ({"path": "x"}, "data.train is a section, but it should be a valid string"),
@@ -72,7 +72,7 @@ def test_held_out_texts_have_names_and_an_order() -> None:
 
 @pytest.mark.parametrize(("valid", "words"), [
     ({}, "data.valid is a section, but Dictionary should have at least 1 item"),
-    ({"a b": "data/valid"}, "but String should match pattern"),
+    ({"a b": "data/valid"}, "but it should be of letters, digits"),
     ({"books": 3}, "data.valid.books is 3, but it should be a valid string"),
 ])  # fmt: skip
 def test_wrong_held_out_texts_are_refused(valid: Any, words: str) -> None:

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from megatron_style.base.errors import UserError
 from megatron_style.config.ds_file import zero_stage
 from megatron_style.config.run import RunConfig
-from megatron_style.engine.ds_config import check_one_home, clip_norm, complete_ds_config, read_ds_config
+from megatron_style.engine.ds_config import check_one_home, clip_norm, complete_ds_config, monitor_of, read_ds_config
 from megatron_style.schedule.stages import resolve_stage
 from tests.support.runs import tiny_run
 
@@ -221,7 +221,7 @@ def test_a_project_of_wandb_gets_the_points(monkeypatch: pytest.MonkeyPatch) -> 
     stand_in = ModuleType("wandb")
     monkeypatch.setattr(stand_in, "init", lambda **given: begun.append(given), raising=False)
     monkeypatch.setattr(stand_in, "log", lambda data, step, commit: logged.append((data, step)), raising=False)
-    monkeypatch.setattr(stand_in, "__spec__", ModuleSpec("wandb", None))
+    monkeypatch.setattr(stand_in, "__spec__", ModuleSpec("wandb", None, origin="a stand-in"))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.setattr(deepspeed.comm, "get_rank", lambda: 0)
     run = tiny_run(watch={"wandb": "a-project"}, output={"path": "runs/mine"})
@@ -237,6 +237,13 @@ def test_wandb_has_one_home_and_needs_its_package(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"ds.json: has wandb, and so has the run file \(watch.wandb\); remove one"):
         completed({"wandb": {"enabled": False}}, run)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("megatron_style.engine.ds_config.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"watch.wandb: needs the package wandb; `pip install wandb`, or remove"):
-        completed({}, run)
+    for found in (None, ModuleSpec("wandb", None)):  # nothing, or the folder that W&B has left here
+        monkeypatch.setattr("megatron_style.engine.ds_config.find_spec", lambda name, found=found: found)
+        with pytest.raises(UserError, match=r"watch.wandb: needs the package wandb; `pip install wandb`, or remove"):
+            completed({}, run)
+
+
+def test_an_error_of_wandb_itself_is_recognised() -> None:
+    error = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured.")
+    assert monitor_of(error) == "wandb"
+    assert monitor_of(ValueError("")) is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_style.base.errors import UserError
 from megatron_style.data.readers.chunks import ReadOptions, chunks_of
-from megatron_style.data.readers.inputs import InputFile, find_inputs
+from megatron_style.data.readers.inputs import InputFile, find_inputs, warn_of_records
 from megatron_style.data.readers.parse import Texts, read_texts
 from tests.support.input_files import COMPRESS, write_input
 
@@ -275,3 +275,26 @@ def test_a_row_that_is_not_utf8_is_named_or_left_out(tmp_path: Path, suffix: str
     with pytest.raises(UserError, match=f"x{suffix}: row 2: byte 3 of the text is not UTF-8"):
         read(path)
     assert texts_of(read(path, skip_bad=True)) == ["good", "too"]
+
+
+@pytest.mark.parametrize(
+    ("text", "warns"),
+    [
+        ('{"text": "a"}\n{"text": "b"}\n', True),
+        ('{"text": "a"}\nplain\n', False),
+        ("[1]\n[2]\n", False),
+        ("a\n", False),
+        ('{"a": 1}\n', False),
+    ],
+)
+def test_json_lines_that_are_named_like_plain_text_are_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, warns: bool
+) -> None:
+    path = tmp_path / "web.txt"
+    path.write_text(text)
+    (file,) = find_inputs([path])
+    warn_of_records(file)
+    told = capsys.readouterr().err
+    assert ("warning: " in told and "name it web.jsonl" in told) == warns
+    warn_of_records(InputFile.at(path.rename(path.with_suffix(".jsonl"))))
+    assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_style.__main__ import COMMANDS
 from megatron_style.base.errors import OnlyChecked, UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.parallel.local_ranks import run_ranks
@@ -72,3 +73,23 @@ def interrupted_at(mark: str, *words: str) -> tuple[int, str]:
 def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
     command = (sys.executable, "-m", "megatron_style.evaluate", "model", "--data", "valid")
     assert interrupted_at("libtorch", *command) == (130, "interrupted\n")
+
+
+def test_ctrl_c_before_the_first_import_of_a_command_leaves_no_traceback() -> None:
+    """Each command leaves at Ctrl-C from its first line on, and raises it again when it has been imported."""
+    commands = [ROOT / "megatron_style" / f"{name}.py" for name in COMMANDS]
+    for path in (*commands, ROOT / "megatron_style" / "supervision" / "launch.py"):
+        _, _, block = path.read_text(encoding="utf-8").partition('if __name__ == "__main__":\n')
+        assert block.startswith(
+            "    from megatron_style.base import leave_at_ctrl_c\n\n    leave_at_ctrl_c()\n    from "
+        ), path
+    code = (
+        "import os, signal, sys\nfrom megatron_style.base import leave_at_ctrl_c, raise_at_ctrl_c\n"
+        "leave_at_ctrl_c()\nif sys.argv[1:]:\n    raise_at_ctrl_c()\nos.kill(os.getpid(), signal.SIGINT)"
+    )
+    for argv, said in (([], "interrupted\n"), (["imported"], "KeyboardInterrupt\n")):
+        words = ["env", "--default-signal=INT", sys.executable, "-c", code, *argv]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        assert done.stderr.endswith(said)
+        assert done.returncode in (130, -signal.SIGINT)
+        assert ("Traceback" in done.stderr) == bool(argv)

@@ -129,3 +129,34 @@ def test_the_pods_of_the_kubernetes_job_train_together(tmp_path: Path, alone: li
     assert [pod.returncode for pod in pods] == [0, 0], told
     assert "launcher: torchrun; processes: 2; hosts: 2" in told[0]
     np.testing.assert_allclose(losses(tmp_path), alone, rtol=1e-5)
+
+
+def test_an_installation_that_fails_is_tried_again(tmp_path: Path) -> None:
+    """Also where nothing else stops at an error, as in a container's build."""
+    for file in (LAUNCH / "environment.sh", *ROOT.glob("requirements*.txt"), ROOT / "constraints.txt"):
+        (tmp_path / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        (tmp_path / file.relative_to(ROOT)).write_bytes(file.read_bytes())
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    for code, stamps in ((1, 0), (0, 1)):
+        (tools / "pip").write_text(f"#!/bin/sh\nexit {code}\n")
+        (tools / "pip").chmod(0o755)
+        command = "source launch/environment.sh && install_requirements requirements.txt"
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=script_environment(), check=False)
+        assert done.returncode == code
+        assert len(list(tmp_path.glob(".venv/*.installed"))) == stamps
+
+
+def test_the_dockerfile_fits_the_files_and_commands_that_exist() -> None:
+    """It installs as the quickstart does, and copies nothing that the quickstart makes."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    install = "source launch/environment.sh && install_requirements requirements.txt"
+    assert text.count(f"RUN bash -c '{install}'") == len(re.findall(r"^FROM base AS (?:cpu|cuda)$", text, re.MULTILINE))
+    assert "install_requirements requirements.txt" in (LAUNCH / "quickstart.sh").read_text(encoding="utf-8")
+    (torch,) = re.findall(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r"torch==(\S+)", text)) == {torch}
+    for script in re.findall(r"\./(launch/\S+)", text):
+        assert (ROOT / script).is_file()
+    left_out = set((ROOT / ".dockerignore").read_text(encoding="utf-8").split())
+    made = (line.strip("/") for line in (ROOT / ".gitignore").read_text(encoding="utf-8").split())
+    assert {name for name in made if name in ("data", "models", "runs", "wandb", ".venv")} <= left_out

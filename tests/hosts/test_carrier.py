@@ -71,6 +71,34 @@ def test_nothing_is_left_when_the_launcher_is_killed(secret: str) -> None:
     raise AssertionError(held_folders(secret))
 
 
+def test_what_a_killed_holder_leaves_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    """Not what a living one holds, nor what may be about to be locked."""
+    folders = {name: tmp_path / f"megatron_style-{name}" for name in ("killed", "living", "young")}
+    holders = {name: start_holder(folders[name]) for name in ("killed", "living")}
+    holders["killed"].kill()
+    holders["killed"].communicate()
+    folders["young"].mkdir()
+    for name in ("killed", "living"):
+        os.utime(folders[name], (1, 1))
+    assert folders["killed"].is_dir()
+    next_one = start_holder(tmp_path / "megatron_style-next")
+    assert {name for name, folder in folders.items() if folder.exists()} == {"living", "young"}
+    for holder in (holders["living"], next_one):
+        holder.communicate()
+        assert holder.returncode == 0
+
+
+def start_holder(folder: Path) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "megatron_style.hosts.holder", str(folder)]
+    holder = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin
+    assert holder.stdout
+    holder.stdin.write('{"A": "1"}\n')
+    holder.stdin.flush()
+    assert holder.stdout.readline() == "held\n"
+    return holder
+
+
 @pytest.mark.usefixtures("secret")
 def test_a_host_that_does_not_take_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Host, "words", lambda *_: ["sh", "-c", "echo no room >&2; exit 3"])

@@ -40,7 +40,7 @@ STAGES = [{"segment_length": 8, "steps": 9}, {"segment_length": 24, "steps": 7}]
 KEYS = {
     "stage": "index segment_length cache_length rows micro_rows tokens seconds flops flops_per_token opens",
     "train": " ".join(LINES["train"]),
-    "valid": "loss perplexity tokens seconds flops by_position text_digest",
+    "valid": "loss perplexity tokens seconds flops by_position text_digest scored_tokens",
     "sample": "tokens prompt text",
     "stage_end": "index tokens stage_tokens stage_seconds",
 }

@@ -99,6 +99,11 @@ def test_an_axis_is_cut_at_round_values_of_its_unit(quantity: Quantity, high: fl
     assert all(0 <= tick <= high * 1.000001 for tick, _ in labelled_ticks(quantity, scale, most))
 
 
+def test_each_label_of_a_logarithmic_axis_has_its_own_unit() -> None:
+    scale = Scale(0.5, 2e6, 0, 100, logarithmic=True)
+    assert [label for _, label in labelled_ticks(COUNT, scale, 4)] == ["1", "100", "10k", "1M"]
+
+
 def test_a_thinned_line_is_short_and_keeps_ends_extremes_and_gaps() -> None:
     values = [math.sin(step / 500) for step in range(20_000)]
     values[7777], values[12_345], values[15_000] = 9.0, -9.0, math.nan

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatron_style.base.units import MEMORY, TIME
 from megatron_style.reporting.comparison import scatter
+from megatron_style.reporting.history import read_run
+from megatron_style.reporting.page import page
 from megatron_style.reporting.readouts import MOST_COLUMNS, Area, Readout, Row, columns, nearest, overlay
 from megatron_style.reporting.tables import in_one_unit
+from tests.support.written_runs import write_run
 
 
 def test_few_places_have_a_column_each() -> None:
@@ -50,6 +55,15 @@ def test_what_a_column_says_is_escaped_and_in_one_group_of_buttons() -> None:
 )
 def test_a_column_has_one_unit(quantity: object, values: list[float | None], head: str, cells: list[str]) -> None:
     assert in_one_unit("x", quantity, values) == (head, cells)  # type: ignore[arg-type]
+
+
+def test_the_chance_in_a_point_by_position_follows_from_the_tokens_that_were_scored(tmp_path: Path) -> None:
+    run = read_run("short", write_run(tmp_path / "run"))
+    last = replace(run.held_out[-1], scored_tokens=1464.0)
+    words = page([replace(run, held_out=(last,))])
+    assert "A point is the mean of about 92 tokens" in words
+    assert "differ by up to 0.9 nats by chance" in words
+    assert "A point is the mean" not in page([replace(run, held_out=(replace(last, scored_tokens=None),))])
 
 
 def test_the_chance_in_a_curve_is_found_under_its_trend_and_its_jumps() -> None:

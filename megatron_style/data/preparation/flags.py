@@ -12,7 +12,7 @@ from megatron_style.data.preparation.corpora import SPLITS, built_in_corpus
 from megatron_style.data.preparation.prepare import Recipe
 from megatron_style.data.pretrained import import_tokenizer
 from megatron_style.data.readers.chunks import ReadOptions
-from megatron_style.data.readers.inputs import InputFile, find_inputs
+from megatron_style.data.readers.inputs import InputFile, find_inputs, warn_of_records
 from megatron_style.data.readers.share import hold_out
 from megatron_style.data.text import check_text_file
 from megatron_style.data.tokenizer import SMALLEST_BPE_VOCAB, load_tokenizer
@@ -74,7 +74,10 @@ def _sources(args: argparse.Namespace) -> tuple[Mapping[str, list[InputFile]], s
     if "valid" not in given and args.valid_share is None:
         raise UserError("there is no held-out text; give --valid FILE..., or --valid-share 0.01, a part of --train")
     suited = "bpe" if args.threshold is None else "words"  # a threshold is one of words
-    return {split: find_inputs(paths) for split, paths in given.items()}, suited
+    found = {split: find_inputs(paths) for split, paths in given.items()}
+    for file in chain.from_iterable(found.values()):
+        warn_of_records(file)
+    return found, suited
 
 
 def _imported_kind(args: argparse.Namespace) -> str:

@@ -28,6 +28,7 @@ COMPRESSIONS: Mapping[str, str] = {
     ".bz2": "bzip2",
     ".xz": "xz",
 }
+_LONGEST_RECORD = 1_000_000  # bytes of a line that are looked at
 _STATE_FILE = "state.json"  # of a folder that `datasets` has saved
 _SPLITS_FILE = "dataset_dict.json"  # of a folder of such folders
 
@@ -74,6 +75,26 @@ def _inputs_at(path: Path) -> list[InputFile]:
     if not matches:
         raise UserError(f"{path}: no file matches this pattern")
     return [InputFile.at(match) for match in matches if match.is_file()]
+
+
+def warn_of_records(file: InputFile) -> None:
+    """Warn of a file that is read as plain text because of its name, but begins with JSON records."""
+    if file.format != "text" or file.compression is not None or not file.path.is_file():
+        return
+    with file.path.open("rb") as opened:
+        first = [opened.readline(_LONGEST_RECORD), opened.readline(_LONGEST_RECORD)]
+    if all(_is_record(line) for line in first):
+        log(
+            f"warning: {file.path}: its lines are JSON records, but its name says plain text, so keys and quotes are "
+            f"read too; name it {file.path.stem}.jsonl to read the records' text"
+        )
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line.decode("utf-8")), dict)
+    except ValueError:
+        return False
 
 
 def _in_folder(folder: Path) -> list[InputFile]:
