@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 install_requirements requirements-dev.txt
+unset PYTHONDONTWRITEBYTECODE  # else each of hundreds of processes compiles all modules that it imports
 lane=()
 if [ "${1:-}" = --fast ]; then
     lane=(-m "not slow and not sweep")
