@@ -143,7 +143,6 @@ def test_the_value_under_the_pointer_is_shown(tab: Tab, page: Path) -> None:
         assert tab.ask(SHOWN) == []
 
 
-@pytest.mark.slow
 def test_the_values_are_reached_by_keyboard_one_chart_per_stop(tab: Tab, page: Path) -> None:
     tab.look(page.with_name("one.html"), width=1280, height=3000)
     stops = []
