@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Lint, types and all tests, by two workers; with --fast first, without the slow tests. Other arguments go to pytest:
+# Lint, types and all tests, in parallel; with --fast first, without the slow tests. Other arguments go to pytest:
 # ./launch/test.sh --fast -k lanes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 install_requirements requirements-dev.txt
-lane=()
+unset PYTHONDONTWRITEBYTECODE # else each of hundreds of processes compiles all modules that it imports
+lane=() workers=3 # on two cores: some tests wait for a timeout, or for processes that wait
 if [ "${1:-}" = --fast ]; then
-    lane=(-m "not slow and not sweep")
+    lane=(-m "not slow and not sweep") workers=2
     shift
 fi
 ruff check .
 ruff format --check .
 mypy
 # A worker that has nothing left takes tests from the other; else a file of slow tests would leave it waiting.
-exec python -m pytest --numprocesses 2 --dist worksteal "${lane[@]}" "$@"
+exec python -m pytest --numprocesses "$workers" --dist worksteal "${lane[@]}" "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.architecture.drawing import (
@@ -42,8 +43,18 @@ def room_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else "commands"
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    return tuple(imports_in(tree_of(path), path))
+
+
+def imports_in(tree: ast.Module, path: Path) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +110,7 @@ def test_what_is_free_of_torch_imports_nothing_that_is_not() -> None:
 
 def test_no_module_keeps_mutable_state() -> None:
     for path in MODULES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             where = f"{path}:{node.lineno}"
             assert not isinstance(value, ast.List | ast.Set | ast.ListComp), f"{where}: use a tuple or frozenset"
@@ -108,7 +119,7 @@ def test_no_module_keeps_mutable_state() -> None:
 
 def test_nothing_from_another_process_is_unpickled() -> None:
     for path in MODULES:
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = list(ast.walk(tree_of(path)))
         attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         named = {ast.unparse(node) for node in attributes if ast.unparse(node.value) in PICKLES}
         called = {node.attr for node in attributes}
@@ -120,7 +131,7 @@ def test_nothing_from_another_process_is_unpickled() -> None:
 
 def test_torch_loads_weights_only() -> None:
     for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 given = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 assert given.get("weights_only") == "True", f"{path}:{node.lineno}"

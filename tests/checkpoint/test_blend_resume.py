@@ -37,7 +37,7 @@ def undisturbed(folder: Path) -> RunConfig:
     return run
 
 
-@pytest.mark.parametrize("halt_after", [3, 5, 7, 11])
+@pytest.mark.parametrize("halt_after", [3, 5, 7, pytest.param(11, marks=pytest.mark.sweep)])
 def test_a_resumed_blend_is_bit_equal(folder: Path, undisturbed: RunConfig, halt_after: int) -> None:
     """In the middle of a pass, at the end of an epoch of one source, at a stage switch, and after it."""
     run = blend_run(folder, f"halted{halt_after}", dropout=True)

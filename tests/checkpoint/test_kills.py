@@ -42,8 +42,8 @@ class Case:
 
 SUITE = [
     Case(2, 3, "fp32", damaged=True, kills=2),
-    Case(1, 2, "bf16", damaged=True, kills=3),
-    Case(2, 2, "fp32", damaged=False, kills=3, save_async=True),
+    Case(1, 2, "bf16", damaged=True, kills=2),
+    Case(2, 2, "fp32", damaged=False, kills=2, save_async=True),
 ]
 SWEEP = [
     Case(world, zero, precision, damaged)

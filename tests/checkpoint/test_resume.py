@@ -43,38 +43,47 @@ SPLITS: dict[str, dict[str, Any]] = {
     "host": {"cache": "host"},
     "sequence-host": {"sequence": True, "cache": "host"},
 }
+GRIDS = {"TP1DP1": (1, 1), "TP1DP2": (1, 2), "TP2DP1": (2, 1), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
 DS_SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 
 
 @pytest.mark.parametrize(
-    ("zero", "recompute", "optimizer", "half", "split"),
+    ("zero", "recompute", "optimizer", "half", "split", "grid"),
     [
-        (1, True, "adamw", True, "plain"),
-        (3, True, "adamw", False, "plain"),
-        (2, False, "adamw", True, "sequence-host"),
-        pytest.param(0, True, "adamw", False, "plain", marks=pytest.mark.sweep),
-        pytest.param(0, False, "nag", False, "plain", marks=pytest.mark.sweep),
-        pytest.param(1, False, "nag", False, "plain", marks=pytest.mark.sweep),
-        pytest.param(3, True, "adamw", True, "plain", marks=pytest.mark.sweep),
-        pytest.param(2, True, "nag", True, "plain", marks=pytest.mark.sweep),
-        pytest.param(2, False, "adamw", False, "plain", marks=pytest.mark.sweep),
-        pytest.param(3, False, "nag", False, "plain", marks=pytest.mark.sweep),
-        pytest.param(0, False, "nag", False, "sequence", marks=pytest.mark.sweep),
-        pytest.param(1, True, "adamw", True, "sequence", marks=pytest.mark.sweep),
-        pytest.param(1, False, "nag", False, "host", marks=pytest.mark.sweep),
-        pytest.param(3, True, "adamw", True, "sequence-host", marks=pytest.mark.sweep),
-        pytest.param(3, False, "nag", False, "sequence-host", marks=pytest.mark.sweep),
+        (1, True, "nag", False, "plain", "TP1DP2"),
+        (3, True, "adamw", False, "plain", "TP1DP2"),
+        (2, False, "adamw", True, "sequence-host", "TP2DP2"),
+        *(
+            pytest.param(*case, "TP2DP2", marks=pytest.mark.sweep)
+            for case in (
+                (1, True, "adamw", True, "plain"),
+                (3, True, "adamw", False, "plain"),
+                (0, True, "adamw", False, "plain"),
+                (0, False, "nag", False, "plain"),
+                (1, False, "nag", False, "plain"),
+                (3, True, "adamw", True, "plain"),
+                (2, True, "nag", True, "plain"),
+                (2, False, "adamw", False, "plain"),
+                (3, False, "nag", False, "plain"),
+                (0, False, "nag", False, "sequence"),
+                (1, True, "adamw", True, "sequence"),
+                (1, False, "nag", False, "host"),
+                (3, True, "adamw", True, "sequence-host"),
+                (3, False, "nag", False, "sequence-host"),
+            )
+        ),
     ],
 )
 def test_a_stopped_run_equals_one_that_was_not(
-    folder: Path, zero: int, recompute: bool, optimizer: str, half: bool, split: str
+    folder: Path, zero: int, recompute: bool, optimizer: str, half: bool, split: str, grid: str
 ) -> None:
-    """10 steps = 3 + 3 + 4: in mid-epoch, across the switch at step 5, across the epoch's end at step 7. TP2 x DP2 and
+    """10 steps = 3 + 3 + 4: in mid-epoch, across the switch at step 5, across the epoch's end at step 7. With
     dropout."""
+    tensor, data = GRIDS[grid]
     settings: dict[str, Any] = {
         "steps": 10,
-        "tensor": 2,
-        "data": 2,
+        "tensor": tensor,
+        "data": data,
         "zero": zero,
         "recompute": recompute,
         "dropout": True,
@@ -87,10 +96,9 @@ def test_a_stopped_run_equals_one_that_was_not(
         "learning_rate": {"peak": 0.3 if optimizer == "nag" else 0.01},
     }
     whole, parts = make_run(folder, "whole", **settings), make_run(folder, "parts", **settings)
-    on_ranks(whole, 4)
-    on_ranks(parts, 4, halt_after=3)
-    on_ranks(parts, 4, halt_after=3)
-    on_ranks(parts, 4)
+    on_ranks(whole, tensor * data)
+    for halt_after in (3, 3, None):
+        on_ranks(parts, tensor * data, halt_after=halt_after)
     expect_bitwise(parts, whole)
 
 
@@ -103,9 +111,8 @@ def test_a_run_stopped_at_the_switch_records_everything_once(
     expect_bitwise(run, whole_12)
 
 
-GRIDS = {"TP1DP1": (1, 1), "TP1DP2": (1, 2), "TP2DP1": (2, 1), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
 ALL_MOVES = list(product(GRIDS, GRIDS, (1, 2, 3), ("fp32", "bf16")))
-SUITE_MOVES = [("TP1DP1", "TP2DP2", 1, "fp32"), ("TP2DP2", "TP1DP1", 3, "fp32"), ("TP1DP2", "TP4DP1", 2, "bf16")]
+SUITE_MOVES = [("TP1DP1", "TP2DP2", 1, "fp32"), ("TP2DP1", "TP1DP2", 3, "fp32"), ("TP1DP2", "TP4DP1", 2, "bf16")]
 
 
 @pytest.mark.parametrize(
@@ -135,10 +142,10 @@ def test_a_run_moves_to_another_grid(folder: Path, before: str, after: str, zero
     expect_close(moved, whole, half=half)
 
 
-SPLIT_GRIDS = {"TP1DP2": (1, 2), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
+SPLIT_GRIDS = {"TP1DP2": (1, 2), "TP2DP1": (2, 1), "TP2DP2": (2, 2), "TP4DP1": (4, 1)}
 INTO_AND_OUT = [
     pytest.param(before, split_before, after, split_after, zero, marks=pytest.mark.sweep)
-    for before, after in product(SPLIT_GRIDS, SPLIT_GRIDS)
+    for before, after in product(("TP1DP2", "TP2DP2", "TP4DP1"), repeat=2)
     for split_before, split_after, zero in (("plain", "sequence-host", 3), ("sequence-host", "plain", 1))
 ]
 
@@ -146,7 +153,8 @@ INTO_AND_OUT = [
 @pytest.mark.parametrize(
     ("before", "split_before", "after", "split_after", "zero"),
     [
-        ("TP2DP2", "host", "TP2DP2", "sequence", 2),
+        ("TP1DP2", "host", "TP2DP1", "sequence", 2),
+        pytest.param("TP2DP2", "host", "TP2DP2", "sequence", 2, marks=pytest.mark.sweep),
         pytest.param("TP2DP2", "plain", "TP4DP1", "sequence-host", 1, marks=pytest.mark.sweep),
         pytest.param("TP4DP1", "sequence", "TP1DP2", "host", 3, marks=pytest.mark.sweep),
         *INTO_AND_OUT,
@@ -243,8 +251,22 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     return copied
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
-@pytest.mark.parametrize("file", ["manifest.json", "*optim_states.pt", "*model_states.pt", "caches*"])
+DAMAGED = product(
+    ("manifest.json", "*optim_states.pt", "*model_states.pt", "caches*"), ("missing", "truncated", "flipped")
+)
+SUITE_DAMAGED = {
+    ("manifest.json", "missing"),
+    ("manifest.json", "flipped"),
+    ("*optim_states.pt", "truncated"),
+    ("*model_states.pt", "flipped"),
+    ("caches*", "missing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [pytest.param(*case, marks=() if case in SUITE_DAMAGED else pytest.mark.sweep) for case in DAMAGED],
+)
 def test_a_damaged_checkpoint_is_named_and_passed_over(
     folder: Path, whole_12: RunConfig, stopped: Stopped, how: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,7 +337,7 @@ def test_caches_say_which_rows_they_are(folder: Path) -> None:
 
 
 def test_old_checkpoints_are_removed_and_some_are_kept_for_good(folder: Path) -> None:
-    run = make_run(folder, steps=24, output={"save_every": 2, "keep_last": 2, "keep_every": 8})
+    run = make_run(folder, steps=24, output={"save_every": 2, "keep_last": 2, "keep_every": 8, "evaluate_every": None})
     on_ranks(run, 1)
     names = sorted(path.name for path in (run.output.path / "checkpoints").iterdir() if path.is_dir())
     assert names == sorted(f"global_step{step}" for step in (8, 16, 22, 24))

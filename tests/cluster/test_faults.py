@@ -22,7 +22,7 @@ from tests.support.resuming import expect_bitwise, make_run, metrics, on_ranks
 from tests.support.training import write_corpus
 
 pytestmark = pytest.mark.slow
-STEPS = 160
+STEPS = 120
 TIMEOUT = 2.5  # seconds without a heartbeat after which a rank is lost
 FLAGS = ("--pause", "0.2s", "--retries", "6", "--hostfile")
 SECRET = uuid.uuid4().hex
@@ -71,7 +71,8 @@ FAULTS: dict[str, Callable[[Cluster, Path], None]] = {
 
 
 def test_a_run_that_meets_every_fault_equals_one_that_meets_none(two_hosts: Cluster, project: Path) -> None:
-    expect_undisturbed_losses(two_hosts, project, list(FAULTS))
+    """Its rank is killed with its host; alone, in the sweep and in tests/end_to_end/test_supervision.py."""
+    expect_undisturbed_losses(two_hosts, project, ["host", "disk", "link"])
 
 
 @pytest.mark.sweep

@@ -19,8 +19,8 @@ from tests.support.small_run import losses, write_small_run
 pytestmark = pytest.mark.slow
 MORE_CASES = [
     ("supervise.sh --hostfile", 2, 1),  # test_faults.py has a longer run of it
-    ("multi_node.sh", 2, 1),
-    ("mpi.sh", 4, 1),
+    ("multi_node.sh", 4, 1),
+    ("mpi.sh", 2, 1),
     ("multi_node.sh", 4, 2),
     ("mpi.sh", 4, 2),
 ]
@@ -29,7 +29,7 @@ LAUNCHERS = {"multi_node.sh": "deepspeed", "mpi.sh": "mpirun", "supervise.sh --h
 
 @pytest.mark.parametrize(
     ("script", "count", "slots"),
-    [("multi_node.sh", 4, 1), ("mpi.sh", 2, 1)] + [pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_CASES],
+    [("multi_node.sh", 2, 1), ("mpi.sh", 4, 1)] + [pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_CASES],
 )
 def test_several_hosts_train_what_one_host_trains_and_show_no_secret(
     request: pytest.FixtureRequest, script: str, count: int, slots: int, project: Path

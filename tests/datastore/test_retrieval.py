@@ -189,8 +189,17 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
-@pytest.mark.parametrize("name", ["baseline", "shortformer", "shortformer-tied"])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        *(pytest.param("shortformer", choice, id=f"shortformer-{kind}") for kind, choice in CHOICES.items()),
+        *(
+            pytest.param(name, choice, id=f"{name}-{kind}", marks=() if kind == "beams" else pytest.mark.sweep)
+            for name in ("baseline", "shortformer-tied")
+            for kind, choice in CHOICES.items()
+        ),
+    ],
+)
 def test_a_weight_of_zero_writes_what_the_model_writes(tmp_path: Path, name: str, choice: tuple[object, ...]) -> None:
     write_model_and_texts(tmp_path, model_config(name))
     assert build(tmp_path).code == 0

@@ -1,8 +1,8 @@
 """Every command block of the README and of docs/ works, on a corpus of 200 lines.
 
 The README's block for one's own text runs word for word, in a fresh shell and under the launcher, but for the number of
-steps. The commands of all other blocks run in this process on its corpus and model; trainings at the paper's size, and
-what only a cluster has, are checked as far as they can be without it.
+steps and the size of the model. The commands of all other blocks run in this process on its corpus and model; trainings
+at the paper's size, and what only a cluster has, are checked as far as they can be without it.
 """
 
 from __future__ import annotations

@@ -68,15 +68,15 @@ def test_a_rehearsal_of_one_rank_of_many(tmp_path: Path) -> None:
 def test_a_rehearsed_run_that_is_too_large_fails_with_a_remedy(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=1)
     (tmp_path / "valid.bin").unlink()
-    result = launch("doctor", run_file, "--rehearse", 1, "--gpu-memory", "0.01MB")
-    assert result.returncode == 1, result.stdout + result.stderr
-    first, second, third, *_ = result.stdout.splitlines()
+    done = in_child(run_here, main, run_file, "--rehearse", 1, "--gpu-memory", "0.01MB")
+    assert done.code == 1, done.out + done.err
+    first, second, third, *_ = done.out.splitlines()
     assert first.startswith("FAIL  stage 1")
     assert "that are usable; set parallel.recompute to true" in first
     assert second.startswith("FAIL  stage 2")
     assert third.startswith("WARN  run")
     assert f"cannot read {tmp_path / 'valid.bin'}" in third
-    assert "rehearsed against planned" in result.stdout
+    assert "rehearsed against planned" in done.out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.fuzz_targets import TARGETS
 from tests.support.fuzzing import fuzz
 
 pytestmark = pytest.mark.slow
-TRIALS = 40
+TRIALS = 25
 FOUND = [
     ("fairseq_file", 579),  # a momentum without elements
     ("fairseq_file", 847),  # a momentum of a single element

@@ -17,6 +17,7 @@ SHORT = (
     "--set stages.0.steps=2 --set stages.1.steps=2 --set data.tokens_per_batch=512 --set output.evaluate_tokens=500 "
     "--set output.log_every=1"
 )
+SMALLER = " --set model.layers=2 --set model.hidden_size=32 --set model.ffn_size=64"
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -25,10 +26,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.sweep)])
-def test_quickstart_runs_from_beginning_to_end_and_again(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "times"),
+    [(SHORT + SMALLER, 1), pytest.param(SHORT, 2, marks=pytest.mark.sweep)],
+    ids=["once", "again"],
+)
+def test_quickstart_runs_from_beginning_to_end_and_again(tmp_path: Path, settings: str, times: int) -> None:
     assert any("./launch/quickstart.sh" in block for block in BLOCKS)
-    command = [str(ROOT / "launch" / "quickstart.sh"), *SHORT.split()]
+    command = [str(ROOT / "launch" / "quickstart.sh"), *settings.split()]
     for _ in range(times):
         result = subprocess.run(
             command, env=environment(QUICKSTART_RUN=str(tmp_path / "run")), capture_output=True, text=True, timeout=600

@@ -108,8 +108,8 @@ SPLITS: dict[str, dict[str, Any]] = {
 TENSOR_PARALLEL = {"TP2xDP1": (2, 1), "TP2xDP2": (2, 2), "TP4xDP1": (4, 1)}
 SPLIT_SUITE = [
     (0, "TP2xDP1", 3, True, "sequence"),
-    (1, "TP2xDP2", 1, False, "sequence"),
-    (2, "TP4xDP1", 3, False, "both"),
+    (1, "TP2xDP1", 1, False, "host"),
+    (2, "TP4xDP1", 1, False, "sequence"),
     (3, "TP2xDP2", 3, True, "both"),
 ]
 SPLIT_MATRIX = [

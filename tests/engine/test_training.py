@@ -180,7 +180,7 @@ def test_tensor_ranks_drop_the_same_of_what_they_share_and_not_of_what_they_spli
     assert set(shared_0) == set(split_0) == {0.0, 2.0}
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.sweep), (2, 2)])
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.sweep)])
 def test_recomputing_draws_the_same_dropout_again(corpus: Path, tensor: int, data: int) -> None:
     stored, recomputed = (
         train_on(tensor * data, small_run(corpus, dropout=True, parallel={"tensor": tensor, "recompute": recompute}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,17 @@ def one_row_walk(model: Shortformer, tokens: NDArray[np.int64], protocol: Protoc
     return torch.cat([part.nll for part in parts]).double().numpy()
 
 
-@pytest.mark.parametrize("name", REMEMBERING)
-@pytest.mark.parametrize(("rows", "L", "C"), [(1, 4, 4), (3, 4, 4), (50, 4, 4), (2, 4, 6), (3, 4, 2), (2, 2, 8)])
+EVERY_WALK = {"shortformer", "transformer-xl", "compressive"}
+WALKS = [(1, 4, 4), (3, 4, 4), (50, 4, 4), (2, 4, 6), (3, 4, 2), (2, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "L", "C"),
+    [
+        pytest.param(name, *walk, marks=() if name in EVERY_WALK or walk == (3, 4, 4) else pytest.mark.sweep)
+        for name, walk in product(REMEMBERING, WALKS)
+    ],
+)
 def test_it_is_the_walk_segment_by_segment(name: str, rows: int, L: int, C: int) -> None:
     model = tiny_model(model_config(name))
     protocol = protocol_of(rows, L, C)
@@ -85,24 +95,47 @@ def score_on_ranks(
     return score(model, TOKENS, protocol, eos=EOS, axis=topology.data).nll, counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["baseline", "routing", "shortformer", "transformer-xl", "compressive"])
-def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(name: str, dtype: torch.dtype) -> None:
+RANKS = product(
+    ["baseline", "routing", "shortformer", "transformer-xl", "compressive"], [torch.float32, torch.bfloat16], [2, 4]
+)
+SUITE_RANKS = [
+    ("baseline", torch.bfloat16, 2),
+    ("routing", torch.float32, 2),
+    ("shortformer", torch.float32, 4),
+    ("shortformer", torch.bfloat16, 2),
+    ("transformer-xl", torch.bfloat16, 2),
+    ("compressive", torch.float32, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "world"),
+    [pytest.param(*case, marks=() if case in SUITE_RANKS else pytest.mark.sweep) for case in RANKS],
+)
+def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(name: str, dtype: torch.dtype, world: int) -> None:
     """83 tokens are 21 segments: one is read alone, 20 are 4 passes of 5 rows."""
     caches = name in REMEMBERING
     protocol = protocol_of(5) if caches else Protocol("nonoverlapping", 4, batch_rows=5)
     ((alone, work),) = run_ranks(1, score_on_ranks, name, protocol, dtype, 1)
     opening = work["passes"] - 4 if name in ("shortformer", "transformer-xl") else 0
-    for world in (2, 4):
-        results = run_ranks(world, score_on_ranks, name, protocol, dtype, 1)
-        for nll, counts in results:
-            assert np.array_equal(nll, alone)
-            assert counts["passes"] - opening == -(-(work["passes"] - opening) // world)
-            assert counts == results[0][1]
+    results = run_ranks(world, score_on_ranks, name, protocol, dtype, 1)
+    for nll, counts in results:
+        assert np.array_equal(nll, alone)
+        assert counts["passes"] - opening == -(-(work["passes"] - opening) // world)
+        assert counts == results[0][1]
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("name", ["shortformer", "transformer-xl", "compressive"])
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [
+        ("shortformer", True),
+        ("transformer-xl", False),
+        pytest.param("shortformer", False, marks=pytest.mark.sweep),
+        pytest.param("transformer-xl", True, marks=pytest.mark.sweep),
+        pytest.param("compressive", False, marks=pytest.mark.sweep),
+        ("compressive", True),
+    ],
+)
 def test_tensor_ranks_chain_along_the_data_axis(name: str, sequence: bool) -> None:
     protocol = protocol_of(2)
     alone = score(tiny_model(model_config(name)), TOKENS, protocol, eos=EOS).nll

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -141,8 +142,19 @@ def expect_close(model: Shortformer, mine: Tensor, loss: Tensor, gradients: dict
         )
 
 
-@every_model
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+ON_FOUR_RANKS = {"shortformer", "baseline", "transformer-xl-adaptive", "compressive", "routing-first-local"}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=() if name in ON_FOUR_RANKS else pytest.mark.slow)
+        for name, world in product(MODELS, (1, 2))
+    ]
+    + [
+        pytest.param(name, 4, marks=pytest.mark.slow if name in ON_FOUR_RANKS else pytest.mark.sweep) for name in MODELS
+    ],
+)
 def test_tensor_parallel_ranks_and_recompute_equal_one_process(name: str, world: int) -> None:
     model = build(name)
     loss, third = trained(model, divisible(name))

@@ -19,6 +19,7 @@ TABLES = {"sotu": {1, 3, 4}, "wikitext-2": {1, 3, 4}, "wikitext-2-systems": {5}}
 SEEDS = {"sotu": 2, "wikitext-2": 2, "wikitext-2-systems": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corpus", TABLES)
 def test_every_number_is_in_the_records(corpus: str) -> None:
     folder = KEPT / corpus

@@ -53,11 +53,11 @@ CASES = {
     "recompute": Case(zero=1, recompute=True, model={"layers": 6}),
     "tied, tensor parallel": Case(tensor=2, model={"vocabulary": {"kind": "tied"}}, optimizer="adamw"),
     "zero 2 in half precision": Case(zero=2, data=2, half=True, model={"vocabulary": {"kind": "tied"}}),
-    "sequence parallel, four ranks": Case(tensor=4, sequence=True, model={"layers": 6}),
+    "sequence parallel": Case(zero=1, tensor=2, sequence=True, model={"layers": 6}),
     "zero 1, float32 gradients": Case(zero=1, data=2, half=True, full_gradients=True, optimizer="adamw"),
 }
 MORE_CASES = {
-    "sequence parallel": Case(zero=1, tensor=2, sequence=True, model={"layers": 6}),
+    "sequence parallel, four ranks": Case(tensor=4, sequence=True, model={"layers": 6}),
     "sequence parallel, recompute": Case(zero=1, tensor=2, sequence=True, recompute=True, model={"layers": 6}),
     "sequence parallel, recompute, four ranks": Case(tensor=4, sequence=True, recompute=True, model={"layers": 6}),
     "sequence parallel, dropout": Case(zero=1, tensor=2, sequence=True, model={"dropout": DROPOUT}),

@@ -74,9 +74,12 @@ def expect_same(reading: Reading, expected: Reading) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
-@given(cases())
-def test_every_token_of_every_source_is_trained_exactly_once_per_epoch(case: Case) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(200, marks=pytest.mark.sweep)])
+def test_every_token_of_every_source_is_trained_exactly_once_per_epoch(examples: int) -> None:
+    settings(max_examples=examples)(given(cases())(check_exactly_once_per_epoch))()
+
+
+def check_exactly_once_per_epoch(case: Case) -> None:
     try:
         schedule = resumed(case)
     except UserError:  # a source without rows, or smaller than them
@@ -125,7 +128,7 @@ def test_lanes_continue_across_the_epochs_of_other_sources(data_parallel: int) -
     assert opened > 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_no_two_steps_of_a_blend_are_at_the_same_place(case: Case) -> None:
     try:

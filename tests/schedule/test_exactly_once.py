@@ -44,11 +44,15 @@ def runs(draw: st.DrawFn) -> tuple[RunConfig, int, int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
-@given(runs(), st.sampled_from([GROUP, 8]))
-def test_every_token_of_an_epoch_is_trained_exactly_once(case: tuple[RunConfig, int, int], group: int) -> None:
-    with patch("megatron_style.schedule.passes.RandomOrder", partial(RandomOrder, group=group, strip=4)):
-        check_exactly_once(*case)
+@pytest.mark.parametrize("examples", [60, pytest.param(300, marks=pytest.mark.sweep)])
+def test_every_token_of_an_epoch_is_trained_exactly_once(examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(runs(), st.sampled_from([GROUP, 8]))
+    def check(case: tuple[RunConfig, int, int], group: int) -> None:
+        with patch("megatron_style.schedule.passes.RandomOrder", partial(RandomOrder, group=group, strip=4)):
+            check_exactly_once(*case)
+
+    check()
 
 
 def check_exactly_once(run: RunConfig, corpus_tokens: int, data_parallel: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -172,10 +173,11 @@ def test_when_one_rank_stops_the_others_end_and_one_says_why(tmp_path: Path, wha
 
 
 def slow(folder: Path) -> None:
-    with guard_run(folder, StopSignals(), timeout=TIMEOUT) as (heartbeat, _):
+    """In seconds of the clock: work would take longer than the timeout on a machine that has other work."""
+    with guard_run(folder, StopSignals(), timeout=2 * TIMEOUT) as (heartbeat, _):
         heartbeat.at(1, "saving")
         if dist.get_rank():
-            sum(range(50_000_000))  # holds the interpreter's lock for several beats, inside one call
+            ctypes.PyDLL(None).usleep(1_500_000)  # holds the interpreter's lock for several beats, inside one call
         dist.barrier()
 
 

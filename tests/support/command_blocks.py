@@ -22,6 +22,7 @@ from tests.support.launch import ROOT
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LINKED = ("megatron_style", "run_configs", "ds_configs", "launch")
 SHORT = "--set stages.0.steps=2 --set stages.1.steps=2 --set output.log_every=1 --set output.sample_tokens=2"
+SHORT += " --set model.layers=2 --set model.hidden_size=32 --set model.ffn_size=64"
 _STAND_IN = """#!/bin/sh
 exec {python} -c 'import json, sys; open("{record}", "a").write(json.dumps(sys.argv[1:]) + "\\n")' {name} "$@"
 """
