@@ -56,10 +56,10 @@ def main() -> None:
         raise UserError(f"{name}: no such command; {remedy}")
     if is_console_command:
         sys.argv[0] = f"{CONSOLE_COMMAND} {name}"  # the name in the command's own help
-    start(name)
+    run_named(name)
 
 
-def start(name: str) -> NoReturn:
+def run_named(name: str) -> NoReturn:
     if name == "train":
         _start_training()
     run_module(f"megatron_style.{name}")

@@ -7,12 +7,9 @@ python -m megatron_style.doctor run_configs/shortformer_1b3.yaml --set data.voca
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megatron_style.base import leave_at_ctrl_c
+    from megatron_style import start
 
-    leave_at_ctrl_c()
-    from megatron_style.__main__ import start
-
-    start("doctor")  # imports this file, so that no Ctrl-C is lost meanwhile
+    start("doctor")  # imports this file
 
 import argparse
 import json

@@ -6,12 +6,9 @@ python -m megatron_style.plan run_configs/wikitext103_shortformer.yaml --set dat
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megatron_style.base import leave_at_ctrl_c
+    from megatron_style import start
 
-    leave_at_ctrl_c()
-    from megatron_style.__main__ import start
-
-    start("plan")  # imports this file, so that no Ctrl-C is lost meanwhile
+    start("plan")  # imports this file
 
 import argparse
 import math

@@ -6,12 +6,9 @@ python -m megatron_style.supervise --processes 2 run_configs/quickstart.yaml --s
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megatron_style.base import leave_at_ctrl_c
+    from megatron_style import start
 
-    leave_at_ctrl_c()
-    from megatron_style.__main__ import start
-
-    start("supervise")  # imports this file, so that no Ctrl-C is lost meanwhile
+    start("supervise")  # imports this file
 
 import argparse
 import sys

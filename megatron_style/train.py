@@ -6,10 +6,7 @@ deepspeed --module megatron_style.train run_configs/quickstart.yaml
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megatron_style.base import leave_at_ctrl_c
-
-    leave_at_ctrl_c()
-    from megatron_style.__main__ import start
+    from megatron_style import start
 
     start("train")  # reads the run file first, then imports this file and calls train: the imports below take seconds
 

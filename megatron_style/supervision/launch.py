@@ -9,12 +9,9 @@ of its own, which a terminal's signals do not reach, and the ranks are asked dir
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megatron_style.base import leave_at_ctrl_c
+    from megatron_style import start
 
-    leave_at_ctrl_c()
-    from megatron_style.base.command import run_module
-
-    run_module("megatron_style.supervision.launch")  # imports this file, so that no Ctrl-C is lost meanwhile
+    start("supervision.launch")  # imports this file
 
 import os
 import signal
@@ -37,6 +34,7 @@ from megatron_style.base.command import (
     LAST_WORDS,
     log,
 )
+from megatron_style.base.errors import UserError
 from megatron_style.config.run_file import load_run
 from megatron_style.config.train_arguments import parse_train_arguments
 from megatron_style.hosts.carrier import launch_environment
@@ -165,6 +163,8 @@ class Launch:
 def main() -> None:
     signals = StopSignals()
     words = sys.argv[1:]
+    if _PROGRAM not in words:
+        raise UserError(f"{' '.join(words) or 'no command'}: starts no {_PROGRAM}; give a launcher that does")
     arguments = parse_train_arguments(words[words.index(_PROGRAM) + 1 :])  # those of the run follow the launcher's
     run = load_run(arguments.run_file, arguments.settings)
     if arguments.trains_on and (done := what_is_finished(run)):

@@ -80,9 +80,7 @@ def test_ctrl_c_before_the_first_import_of_a_command_leaves_no_traceback() -> No
     commands = [ROOT / "megatron_style" / f"{name}.py" for name in COMMANDS]
     for path in (*commands, ROOT / "megatron_style" / "supervision" / "launch.py"):
         _, _, block = path.read_text(encoding="utf-8").partition('if __name__ == "__main__":\n')
-        assert block.startswith(
-            "    from megatron_style.base import leave_at_ctrl_c\n\n    leave_at_ctrl_c()\n    from "
-        ), path
+        assert block.startswith("    from megatron_style import start\n\n    start("), path
     code = (
         "import os, signal, sys\nfrom megatron_style.base import leave_at_ctrl_c, raise_at_ctrl_c\n"
         "leave_at_ctrl_c()\nif sys.argv[1:]:\n    raise_at_ctrl_c()\nos.kill(os.getpid(), signal.SIGINT)"

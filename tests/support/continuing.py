@@ -8,6 +8,7 @@ from itertools import chain, islice
 import torch
 
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.inference.beams import Hypothesis, beam_search
 from megatron_style.inference.sampling import Sampler, generate
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
@@ -56,3 +57,27 @@ def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> S
         for param in chain.from_iterable(block.parameters() for block in model.blocks):
             param.mul_(scale)
     return model
+
+
+def searched(
+    model: Shortformer,
+    prompt: Sequence[int],
+    beams: int,
+    tokens: int,
+    ends: Sequence[int] = (),
+    *,
+    L: int = 4,
+    C: int = 4,
+) -> Hypothesis:
+    """Return the best text of a beam search."""
+    progress = beam_search(
+        model,
+        prompt,
+        beams=beams,
+        tokens=tokens,
+        segment_length=L,
+        cache_length=C,
+        eos=EOS,
+        ended=lambda text: text[-1] in ends,
+    )
+    return list(progress)[-1]
