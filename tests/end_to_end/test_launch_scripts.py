@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_style.supervision.launch import main
 from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
 from tests.support.small_run import losses, write_small_run
+from tests.support.tiny import expect_refusal, run_here
 
 SCRIPTS = ["local.sh", "multi_node.sh", "mpi.sh", "torchrun.sh", "slurm.sbatch"]
 
@@ -32,6 +34,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     assert result.returncode == 0, result.stderr
     assert "launcher: none; processes: 1; hosts: 1" in result.stderr
     return losses(folder)
+
+
+def test_words_that_start_no_training_are_refused() -> None:
+    expect_refusal(run_here(main, "deepspeed", "--module", "train"), "deepspeed --module train: starts no megatron")
+    expect_refusal(run_here(main), "no command: starts no megatron_style.train")
 
 
 def test_every_script_is_short_and_sound() -> None:
