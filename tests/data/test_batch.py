@@ -21,7 +21,7 @@ def age_by_walking(tokens: np.ndarray, lane: list[int]) -> int:
     return age
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.data())
 def test_ages_follow_documents_and_jumps_of_the_text(data: st.DataObject) -> None:
     data_parallel = data.draw(st.integers(1, 2))

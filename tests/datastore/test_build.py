@@ -62,6 +62,7 @@ def test_a_model_in_bfloat16_comes_close(folder: Path) -> None:
     assert open_datastore(folder / "store").manifest.walk["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [LANES, ("--mode", "sliding", "--stride", 2, "--batch-rows", 3)], ids=["lanes", "windows"]
 )
@@ -102,8 +103,14 @@ def interrupted(folder: Path, after: int) -> int:
     return meter.left
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("after", [0, 1, 7, 17])
+@pytest.mark.parametrize(
+    ("after", "world"),
+    [
+        pytest.param(after, world, marks=() if (after, world) in ((1, 1), (7, 2)) else pytest.mark.slow)
+        for after in (0, 1, 7, 17)
+        for world in (1, 2)
+    ],
+)
 def test_an_interrupted_build_resumes_to_the_same_bytes(folder: Path, after: int, world: int) -> None:
     assert build(folder, *LANES).code == 0
     shutil.move(folder / "store", folder / "expected")

@@ -117,6 +117,7 @@ def test_neighbours_and_a_continuous_cache_are_mixed_in_this_order(folder: Path)
     np.testing.assert_allclose(both[1:], (0.8 * with_neighbours + 0.2 * recent)[1:], atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [("cached", "--lanes", 3), ("nonoverlapping", "--batch-rows", 2), ("token-by-token", "--lanes", 2)], ids=str
 )
@@ -154,6 +155,7 @@ def test_other_precisions_come_close(folder: Path, dtype: str) -> None:
     assert rough["mixture_loss_nats"] == pytest.approx(exact["mixture_loss_nats"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text() -> None:
     """Only the losses do, which are there without a mixture, too."""
     model = tiny_model(tiny_config(), torch.float32)

@@ -79,6 +79,7 @@ def test_any_number_of_ranks_finds_the_same_bits(k: int) -> None:
             assert torch.equal(found.distances_Qk, alone.distances_Qk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal", [False, True])
 def test_memory_does_not_grow_with_the_keys(equal: bool) -> None:
     """Even if all keys have the same distance, so that none can be ruled out."""

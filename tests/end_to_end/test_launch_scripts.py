@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,11 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_style.config.run_file import load_run
+from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.supervision.launch import main
-from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
+from megatron_style.train import train
+from tests.support.launch import LAUNCH, SLURM, TAKE_A_HOSTFILE, script_environment
 from tests.support.small_run import losses, write_small_run
 from tests.support.tiny import expect_refusal, run_here
 
@@ -27,12 +29,9 @@ def script(name: str, *argv: object, **variables: object) -> subprocess.Complete
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What one process computes, without any launcher."""
+    """What one process computes."""
     folder = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "megatron_style.train", str(write_small_run(folder, ranks=1)), "--local-rank=0"]
-    result = subprocess.run(command, cwd=ROOT, env=script_environment(), capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert "launcher: none; processes: 1; hosts: 1" in result.stderr
+    run_ranks(1, train, load_run(write_small_run(folder, ranks=1)))
     return losses(folder)
 
 

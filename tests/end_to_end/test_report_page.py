@@ -13,7 +13,10 @@ from tests.support.tiny import run_here
 from tests.support.written_runs import BASELINE, LONG, SHORTFORMER, write_run
 
 BROWSER = find_browser()
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium or chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium or chrome"),
+]
 
 # Of every chart that is shown: its size, its lines and bars and the smallest of them, room beside its words.
 DRAWN = """[...document.querySelectorAll('figure svg')].filter(svg => svg.checkVisibility()).map(svg => {

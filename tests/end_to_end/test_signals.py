@@ -155,11 +155,12 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_without_a_launcher(tmp_path: Path) -> None:
-    with started(tmp_path, "train") as process:
+    with started(tmp_path, "train", "--local-rank=0") as process:  # a flag that some launchers add
         ranks = training(tmp_path, process, 1)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 75, told(tmp_path)
         expect_saved(tmp_path, ranks)
+    assert "launcher: none; processes: 1; hosts: 1" in told(tmp_path)
     step = saved_step(tmp_path / "run")
     assert f"stopped after step {step}: a signal asked for it" in told(tmp_path)
 

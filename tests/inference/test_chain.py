@@ -125,6 +125,7 @@ def test_the_number_of_ranks_changes_no_bit_and_divides_the_work(name: str, dtyp
         assert counts == results[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sequence"),
     [

@@ -114,7 +114,13 @@ def score_share(protocol: Protocol) -> NDArray[np.float64]:
     return score(tiny_model(tiny_config()), TOKENS, protocol, eos=EOS, axis=axis).nll
 
 
-@pytest.mark.parametrize("protocol", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        pytest.param(protocol, id=name, marks=() if name == "lanes" else pytest.mark.slow)
+        for name, protocol in SHARED.items()
+    ],
+)
 def test_the_number_of_ranks_changes_no_bit(protocol: Protocol) -> None:
     one, two, three = (run_ranks(world, score_share, protocol) for world in (1, 2, 3))
     for nll in two + three:

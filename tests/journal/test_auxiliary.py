@@ -41,6 +41,7 @@ def recorded(folder: Path, *, ranks: int, micro_rows: int, **settings: Any) -> l
     return [event for event in read_events(RunFolder(run.output.path).metrics) if isinstance(event, TrainEvent)]
 
 
+@pytest.mark.slow
 def test_auxiliary_losses_are_means_over_micro_batches_and_ranks(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     with patch.object(TrainingEngine, "forward", with_auxiliary):

@@ -57,14 +57,18 @@ def expect_same(config: ModelConfig, recompute: bool, loss: torch.Tensor, gradie
         )
 
 
+CASES = list(product(VOCABULARIES, [False, True]))
 ON_FOUR_RANKS = [("adaptive", True), ("tied", False)]
 
 
 @pytest.mark.parametrize(
     ("world", "vocabulary", "recompute"),
     [
-        pytest.param(world, *case, marks=() if world < 4 or case in ON_FOUR_RANKS else pytest.mark.sweep)
-        for world, case in product([1, 2, 4], product(VOCABULARIES, [False, True]))
+        *(pytest.param(world, *case) for world, case in product([1, 2], CASES)),
+        *(
+            pytest.param(4, *case, marks=pytest.mark.slow if case in ON_FOUR_RANKS else pytest.mark.sweep)
+            for case in CASES
+        ),
     ],
 )
 def test_loss_and_gradients_equal_one_process(world: int, vocabulary: str, recompute: bool) -> None:

@@ -62,6 +62,7 @@ def test_lanes_of_a_huge_text_are_exact(tokens: int, rows: int, length: int, dat
     assert lanes.tokens_before(turn) + lanes.tokens_at(turn) == lanes.tokens_before(turn + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [True, False])
 @settings(max_examples=12)
 @given(
