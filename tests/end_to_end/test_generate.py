@@ -386,4 +386,4 @@ def test_a_missing_model_in_a_real_process_is_one_line_without_a_traceback(tmp_p
     command = [sys.executable, "-m", "megatron_style.generate", str(tmp_path / "nowhere"), "--prompt", "w1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith(f"error: {tmp_path}/nowhere: is not a model in any known form")
+    assert done.stderr.startswith(f"error: {tmp_path}/nowhere: no such file or folder; a model is expected: ")
