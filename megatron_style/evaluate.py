@@ -42,6 +42,8 @@ from megatron_style.inference.scoring.modes import MODES, make_protocol
 from megatron_style.inference.scoring.score import perplexity
 from megatron_style.parallel.topology import Topology
 
+_LIMITS = ("same_length", "clamp_distance")  # of what a model with relative positions sees
+
 
 def main() -> None:
     args = parse_args()
@@ -116,7 +118,10 @@ def process_grid(tensor: int, command: str) -> Iterator[Topology]:
 
 
 def show_results(facts: dict[str, object], measured: Measurement, picture: Path | None, *, as_json: bool) -> None:
-    """Show the facts and, if a picture of it is wanted, the loss by position."""
+    """Show the facts and, if a picture of it is wanted, the loss by position. People are not told of limits that were
+    not set."""
+    if not as_json:
+        facts = {key: value for key, value in facts.items() if value or key not in _LIMITS}
     if picture is None:
         show(facts, as_json=as_json)
         return

@@ -69,6 +69,16 @@ class RankFiles:
         on_host = {key: tensor.cpu() for key, tensor in tensors.items()}
         self.do(partial(save_file, on_host, self.folder / name, metadata=metadata))
 
+    @contextmanager
+    def written_or_removed(self) -> Iterator[None]:
+        """Remove what this rank has written if the block fails: a full disk does not stay full because of it."""
+        try:
+            yield
+        except (OSError, RuntimeError):  # torch's writer raises no OSError on a full disk
+            for name in self.names:
+                (self.folder / name).unlink(missing_ok=True)
+            raise
+
     def do(self, task: Callable[[], None]) -> None:
         """Do something that may wait for the disk: at once, or when `write` is called."""
         if self._buffers is None:

@@ -210,11 +210,12 @@ class CheckpointStore:
         if not save_async:
             make_folder(progress.step, self._folder, self._topology, self._group)
         files = RankFiles(self._folder.aside(progress.step), self._buffers if save_async else None)
-        engine.save(files)
-        if self._run.output.save_caches:
-            write_caches(files, progress.caches, self._topology)
-        if self._topology.data.rank == 0:
-            self._write_buffers(files, engine)
+        with files.written_or_removed():
+            engine.save(files)
+            if self._run.output.save_caches:
+                write_caches(files, progress.caches, self._topology)
+            if self._topology.data.rank == 0:
+                self._write_buffers(files, engine)
         manifest = self._manifest(engine, progress, schedule)
         fragments = engine.state.fragments()
         briefly = self._proven and save_async  # the map of a run does not change

@@ -72,7 +72,7 @@ def world(trained: tuple[Path, str]) -> Path:
 def test_the_block_for_your_own_text_works_in_a_fresh_shell(trained: tuple[Path, str]) -> None:
     folder, output = trained
     assert "an update: 2 ranks x 1,024 = 2,048 tokens" in output
-    assert re.search(r"finished: held-out perplexity [\d.]+ after step 4", output)
+    assert re.search(r"finished: held-out perplexity [\d.,]+ after step 4", output)
     assert "unknown share" in output
     assert (folder / "models" / "mine" / "config.json").is_file()
     assert (folder / "runs" / "mine" / "report.html").is_file()

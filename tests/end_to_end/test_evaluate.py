@@ -243,7 +243,7 @@ def nothing(folder: Path) -> None:
 DAMAGED = {
     "no model folder": (
         lambda folder: shutil.rmtree(folder / "model"),
-        ["model: is not a model in any known form"],
+        ["model: no such file or folder; a model is expected: "],
     ),
     "a file": (a_file_for_a_model, ["model: is not a model in any known form"]),
     "no config": (without_config, ["model: is not a model in any known form"]),
@@ -334,7 +334,7 @@ def test_bad_input_in_a_real_process_is_one_line_without_a_traceback(tiny: Path)
     done = launch("evaluate", tiny / "nowhere", "--data", tiny / "valid", "--mode", "cached")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {tiny}/nowhere: is not a model in any known form; expected one of these: ")
+    assert line.startswith(f"error: {tiny}/nowhere: no such file or folder; a model is expected: ")
 
 
 def facts_of(output: str) -> dict[str, Any]:

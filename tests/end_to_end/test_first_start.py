@@ -40,7 +40,7 @@ def test_a_dry_run_and_a_refused_start_leave_nothing(folder: Path, capfd: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["local.sh", "torchrun.sh", pytest.param("mpi.sh", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["local.sh", "torchrun.sh", "mpi.sh"])
 def test_the_error_is_the_last_line_under_every_launcher(name: str, tmp_path: Path) -> None:
     """From the caller's folder, which stays the current one."""
     write_small_run(tmp_path, ranks=2)

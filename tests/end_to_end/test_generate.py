@@ -442,4 +442,6 @@ def test_a_tokenizer_of_another_model_is_refused(model: Path) -> None:
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    expect_refusal(generate(tmp_path / "nowhere"), f"error: {tmp_path}/nowhere: is not a model in any known form")
+    expect_refusal(
+        generate(tmp_path / "nowhere"), f"error: {tmp_path}/nowhere: no such file or folder; a model is expected: "
+    )

@@ -15,7 +15,7 @@ from megatron_style.config.run_file import load_run
 from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.supervision.launch import main
 from megatron_style.train import train
-from tests.support.launch import LAUNCH, SLURM, TAKE_A_HOSTFILE, script_environment
+from tests.support.launch import LAUNCH, ROOT, SLURM, TAKE_A_HOSTFILE, script_environment
 from tests.support.small_run import losses, write_small_run
 from tests.support.tiny import expect_refusal, run_here
 

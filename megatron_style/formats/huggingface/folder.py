@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -106,11 +107,26 @@ def certify_export(source: ModelSource, output: ModelSource) -> Certificate:
     return certify(source, output, scorer=scorer, computed_by=f"transformers {version('transformers')}")
 
 
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Switch off the library's progress bar of weights, which are read in a moment."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
 def _scorer(code: Any, output: ModelSource) -> Callable[[Tensor], Nll]:
     """Return a function that scores the fixed text with the exported code, in the same segments as ours."""
     segment = segment_of(output.config)
     cut = {"segment_length": segment, "cache_length": min(output.config.cache_length, segment)}
-    model = code.from_pretrained(output.path, dtype=torch.float64, **cut)
+    with _quiet_loading():
+        model = code.from_pretrained(output.path, dtype=torch.float64, **cut)
 
     @torch.no_grad()
     def score(text: Tensor) -> Nll:
