@@ -31,7 +31,6 @@ from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import reduce_from_shards
 from megatron_style.parallel.layers import RowParallelLinear
 
-
 _MANY = 8  # tokens
 
 

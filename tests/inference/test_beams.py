@@ -8,37 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_style.inference.beams import Hypothesis, beam_search
 from megatron_style.inference.scoring.protocol import Protocol
 from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
-from tests.support.continuing import EOS, PROMPTS, continuation, model_of_seed
+from tests.support.continuing import EOS, PROMPTS, continuation, model_of_seed, searched
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model
 
 BEST_IS_NOT_GREEDY = [("infused", 10), ("infused", 18), ("infused", 26), ("added", 5), ("added", 6), ("added", 33)]
-
-
-def searched(
-    model: Shortformer,
-    prompt: Sequence[int],
-    beams: int,
-    tokens: int,
-    ends: Sequence[int] = (),
-    *,
-    L: int = 4,
-    C: int = 4,
-) -> Hypothesis:
-    progress = beam_search(
-        model,
-        prompt,
-        beams=beams,
-        tokens=tokens,
-        segment_length=L,
-        cache_length=C,
-        eos=EOS,
-        ended=lambda text: text[-1] in ends,
-    )
-    return list(progress)[-1]
 
 
 def log_prob(model: Shortformer, prompt: Sequence[int], text: Sequence[int]) -> float:

@@ -13,8 +13,7 @@ from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.sharding import layout_of, shard_of
 from megatron_style.parallel.topology import Topology
-from tests.inference.test_beams import searched
-from tests.support.continuing import GREEDY, KINDS, PROMPTS, continuations, model_of_seed
+from tests.support.continuing import GREEDY, KINDS, PROMPTS, continuations, model_of_seed, searched
 from tests.support.tiny import tiny_config
 
 pytestmark = pytest.mark.slow

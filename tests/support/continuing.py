@@ -8,6 +8,7 @@ from itertools import chain, islice
 import torch
 
 from megatron_style.config.model import ModelFolderConfig
+from megatron_style.inference.beams import Hypothesis, beam_search
 from megatron_style.inference.sampling import Sampler, generate
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.sharding import initialise
@@ -46,6 +47,29 @@ def continuation(
     seed: int = 1,
 ) -> list[int]:
     return continuations(model, [prompt], sampler, tokens, L=L, C=C, seed=seed)[0]
+
+
+def searched(
+    model: Shortformer,
+    prompt: Sequence[int],
+    beams: int,
+    tokens: int,
+    ends: Sequence[int] = (),
+    *,
+    L: int = 4,
+    C: int = 4,
+) -> Hypothesis:
+    progress = beam_search(
+        model,
+        prompt,
+        beams=beams,
+        tokens=tokens,
+        segment_length=L,
+        cache_length=C,
+        eos=EOS,
+        ended=lambda text: text[-1] in ends,
+    )
+    return list(progress)[-1]
 
 
 def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> Shortformer:
