@@ -49,16 +49,6 @@ def continuation(
     return continuations(model, [prompt], sampler, tokens, L=L, C=C, seed=seed)[0]
 
 
-def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> Shortformer:
-    """Return a model with larger weights than initial ones, with which it would repeat the last token for ever."""
-    model = tiny_model(config)
-    initialise(model, seed, Axis())
-    with torch.no_grad():
-        for param in chain.from_iterable(block.parameters() for block in model.blocks):
-            param.mul_(scale)
-    return model
-
-
 def searched(
     model: Shortformer,
     prompt: Sequence[int],
@@ -69,7 +59,6 @@ def searched(
     L: int = 4,
     C: int = 4,
 ) -> Hypothesis:
-    """Return the best text of a beam search."""
     progress = beam_search(
         model,
         prompt,
@@ -81,3 +70,13 @@ def searched(
         ended=lambda text: text[-1] in ends,
     )
     return list(progress)[-1]
+
+
+def model_of_seed(config: ModelFolderConfig, seed: int, scale: float = 2.0) -> Shortformer:
+    """Return a model with larger weights than initial ones, with which it would repeat the last token for ever."""
+    model = tiny_model(config)
+    initialise(model, seed, Axis())
+    with torch.no_grad():
+        for param in chain.from_iterable(block.parameters() for block in model.blocks):
+            param.mul_(scale)
+    return model
