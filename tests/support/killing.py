@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_style.checkpoint.manifest import FILE, Damaged, check_file, read_manifest
 from megatron_style.config.run import RunConfig
 from megatron_style.parallel.local_ranks import run_ranks
+from megatron_style.supervision.process import started_at
 from megatron_style.train import train
 from tests.support.resuming import age_event_files, damage
 
@@ -54,6 +55,7 @@ def run_and_kill(run: RunConfig, world: int, place: Path, rng: random.Random, se
     if driver.is_alive():
         os.killpg(driver.pid or 0, signal.SIGKILL)
     driver.join()
+    _wait_for_ranks(place)
     finished = (run.output.path / "model").exists()
     return Killed(driver.exitcode != 0 and not finished, (place / "log").read_text())
 
@@ -66,6 +68,15 @@ def _wait_for_save(driver: multiprocessing.process.BaseProcess, checkpoints: Pat
         seen |= {path.name for path in checkpoints.glob("*.partial")}
         time.sleep(0.0005)
     driver.join(rng.uniform(0, 0.05))
+
+
+def _wait_for_ranks(place: Path) -> None:
+    """Wait until no rank is left: on a busy machine a killed process takes a while to end, and holds the lock."""
+    until = time.monotonic() + _LEAVE_SECONDS
+    for file in place.glob("[0-9]*"):
+        while started_at(int(file.read_text())):
+            assert time.monotonic() < until, f"rank {file.name} does not end"
+            time.sleep(0.01)
 
 
 def _killable(run: RunConfig, world: int, place: Path) -> None:
