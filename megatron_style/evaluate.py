@@ -118,8 +118,8 @@ def process_grid(tensor: int, command: str) -> Iterator[Topology]:
 
 
 def show_results(facts: dict[str, object], measured: Measurement, picture: Path | None, *, as_json: bool) -> None:
-    """Show the facts and, if a picture of it is wanted, the loss by position. People are not told of limits that were
-    not set."""
+    """Show the facts and, if a picture of it is wanted, the loss by position. The output for people leaves out
+    limits that were not set."""
     if not as_json:
         facts = {key: value for key, value in facts.items() if value or key not in _LIMITS}
     if picture is None:

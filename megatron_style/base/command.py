@@ -158,8 +158,8 @@ def _tell_torchrun(line: str) -> None:
     file = os.environ.get(_TORCHRUN_SUMMARY)
     with suppress(OSError):
         if file:
-            told = {"message": harmless(line), "timestamp": int(time.time())}
-            Path(file).write_text(json.dumps(told), encoding="utf-8")
+            report = {"message": harmless(line), "timestamp": int(time.time())}
+            Path(file).write_text(json.dumps(report), encoding="utf-8")
 
 
 def log(line: str) -> None:

@@ -89,7 +89,7 @@ def _is_installed(package: str) -> bool:
 
 
 def monitor_of(error: Exception) -> str | None:
-    """Return the package of a monitor if the error is its own, as when nobody is logged in."""
+    """Return the package of a monitor if the error is its own, for example without a login."""
     package = type(error).__module__.partition(".")[0]
     return package if package in _PACKAGES.values() else None
 

@@ -15,11 +15,11 @@ def farewell(run: RunConfig, metrics: MetricsFile, best_step: int | None) -> str
     lines = [next_steps(run.output.path, next(iter(run.data.held_out.values())))]
     last = metrics.last_held_out()
     if last is not None and last.perplexity is not None:
-        lines.insert(0, f"finished: held-out {_told(last)}{_best(run, metrics, last, best_step)}")
+        lines.insert(0, f"finished: held-out {_perplexity_of(last)}{_best(run, metrics, last, best_step)}")
     return "\n".join(lines)
 
 
-def _told(event: ValidEvent) -> str:
+def _perplexity_of(event: ValidEvent) -> str:
     assert event.perplexity is not None, "an evaluation records its perplexity"
     return f"perplexity {perplexity_text(event.perplexity)} after step {event.step}"
 
@@ -39,4 +39,4 @@ def _best(run: RunConfig, metrics: MetricsFile, last: ValidEvent, best_step: int
         "\nthe held-out loss has risen since: the model learns its text by heart; take fewer steps, more text or more "
         "dropout (model.dropout)"
     )
-    return f"; the best was {_told(best)}{where}{remedy if last.loss > best.loss + _RISE else ''}"
+    return f"; the best was {_perplexity_of(best)}{where}{remedy if last.loss > best.loss + _RISE else ''}"
