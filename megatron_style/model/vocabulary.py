@@ -16,7 +16,7 @@ from megatron_style.config.model import ModelConfig
 from megatron_style.model.shape import BandShape, bands
 from megatron_style.parallel.collectives import copy_to_shards
 from megatron_style.parallel.dropout import replicated_dropout
-from megatron_style.parallel.layers import VocabParallelTable
+from megatron_style.parallel.layers import VocabParallelTable, in_blocks
 from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier, zeros
@@ -85,7 +85,7 @@ class AdaptiveVocabulary(nn.Module):
         out_ND = self.clusters.new_zeros(flat.numel(), self.hidden_size)
         for band in self.bands:
             index, rows = band.table.owned_rows(flat - band.first)
-            out_ND.index_copy_(0, index, band.widened(rows))
+            out_ND.index_copy_(0, index, band.widened(rows)[: len(index)])
         return stream.leave(out_ND.view(*ids.shape, self.hidden_size))
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:
@@ -99,11 +99,11 @@ class AdaptiveVocabulary(nn.Module):
         nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
-            inside_targets = targets_N[index] - band.first
+            inside_targets = in_blocks(targets_N[index] - band.first, x_ND.dtype)
             index = index.to(x_ND.device, non_blocking=True)
-            narrow = band.narrowed(x_ND.index_select(0, index))
+            narrow = band.narrowed(x_ND.index_select(0, in_blocks(index, x_ND.dtype)))
             narrow = replicated_dropout(narrow, self.dropout, noise and noise.at(i))
-            inside = _table_nll(narrow, inside_targets, band.table)
+            inside = _table_nll(narrow, inside_targets, band.table)[: len(index)]
             nll_N = nll_N.index_add(0, index, inside - clusters[:, i].index_select(0, index))
         return nll_N
 
@@ -169,7 +169,7 @@ class PlainVocabulary(nn.Module):
     def embed(self, ids: Tensor, stream: Stream) -> Tensor:
         index, rows = self.table.owned_rows(ids.reshape(-1))
         out_ND = rows.new_zeros(ids.numel(), self.hidden_size)
-        out_ND.index_copy_(0, index, rows)
+        out_ND.index_copy_(0, index, rows[: len(index)])
         return stream.leave(out_ND.view(*ids.shape, self.hidden_size))
 
     def nll(self, x_ND: Tensor, targets_N: Tensor, noise: Noise | None) -> Tensor:

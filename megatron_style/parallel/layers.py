@@ -14,6 +14,15 @@ from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
 
 
+BLOCK = 32
+
+
+def in_blocks(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return row numbers, in 16 bits followed by zeros up to a multiple of a block. The number of tokens of a band
+    differs from step to step, CPUs compile a 16-bit product for every new shape and keep it, and GPUs want even ones."""
+    return F.pad(rows, (0, -len(rows) % BLOCK)) if dtype.itemsize == 2 else rows
+
+
 class _FrozenLinear(torch.autograd.Function):
     """A linear layer whose weight and bias get no gradient. It keeps the layer, not the weight: a detached weight would
     hold what ZeRO 3 has gathered until the backward pass."""
@@ -133,11 +142,13 @@ class VocabParallelTable(nn.Module):
         self.bias = parameter(Layout((tokens,), 0, draw=zeros), axis) if biases else None
 
     def owned_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of those ids (relative to this table's first) that this rank holds, and their vectors.
-        Ids on the host are searched there: a search on the device would make the host wait for the count."""
+        """Return the indices of those ids (relative to this table's first) that this rank holds, and their vectors,
+        perhaps followed by others (`in_blocks`). Ids on the host are searched there: a search on the device would make
+        the host wait for the count."""
         owned = layout_of(self.weight).owned(self.axis)
         (index,) = torch.where((ids >= owned.start) & (ids < owned.stop))
-        rows = (ids[index] - owned.start).to(self.weight.device, non_blocking=True)
+        found = in_blocks(ids[index] - owned.start, self.weight.dtype)
+        rows = found.to(self.weight.device, non_blocking=True)
         return index.to(self.weight.device, non_blocking=True), F.embedding(rows, self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
