@@ -80,10 +80,10 @@ _TINY = ExperimentScale(
     watched_tokens=8192, short_tokens=512, windows=8, seeds=2,
     model=ModelSize(layers=4, hidden_size=128, heads=4, ffn_size=512),
 )  # fmt: skip
-# Ten epochs of WikiText-2, 21M tokens per run. The longest segments have eight rows in a batch.
+# Five epochs of WikiText-2, 10M tokens per run. The longest segments have eight rows in a batch.
 _SMALL = ExperimentScale(
-    "small", shrink=8, lengths=(64, 128, 384, 512, 1024, 3072), first_epochs=(50, 100), steps=6800,
-    steps_of_50_epochs=1700, tokens_per_batch=3072, evaluate_every=340, save_every=340, held_out_tokens=None,
+    "small", shrink=8, lengths=(64, 128, 384, 512, 1024, 3072), first_epochs=(50, 100), steps=3400,
+    steps_of_50_epochs=850, tokens_per_batch=3072, evaluate_every=170, save_every=170, held_out_tokens=None,
     watched_tokens=32_768, short_tokens=1024, windows=16, seeds=2,
     model=ModelSize(layers=4, hidden_size=96, heads=4, ffn_size=384), peak_rate=0.006, dropout=0.1, band_factor=2,
 )  # fmt: skip
