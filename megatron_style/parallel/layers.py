@@ -13,14 +13,13 @@ from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter,
 from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
 
-
-BLOCK = 32
+_BLOCK = 32  # rows
 
 
 def in_blocks(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return row numbers, in 16 bits followed by zeros up to a multiple of a block. The number of tokens of a band
-    differs from step to step, CPUs compile a 16-bit product for every new shape and keep it, and GPUs want even ones."""
-    return F.pad(rows, (0, -len(rows) % BLOCK)) if dtype.itemsize == 2 else rows
+    """Return row numbers; for a 16-bit type, with zeros after them up to a multiple of a block. The number of a band's
+    tokens differs from step to step, and a CPU compiles and keeps a 16-bit product for every new shape."""
+    return F.pad(rows, (0, -len(rows) % _BLOCK)) if dtype.itemsize == 2 else rows
 
 
 class _FrozenLinear(torch.autograd.Function):
