@@ -71,7 +71,11 @@ class Retrieval:
         def predict(reading: Reading) -> list[NextToken]:
             found = self.find(reading.key, model.axis)
             rows = zip(next_tokens(model.vocabulary, reading.x), *found, strict=True)
-            return [following.mixed(*by_token(values, weights), self.weight) for following, values, weights in rows]
+            mixed = []
+            for following, values, weights in rows:
+                tokens, log_probs = by_token(values, weights)
+                mixed.append(following.mixed(tokens.numpy(), log_probs.numpy(), self.weight))
+            return mixed
 
         return predict
 

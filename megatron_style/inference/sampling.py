@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_style.base.errors import UserError
 from megatron_style.data.tokenizer import Tokenizer
 from megatron_style.inference.decoder import Decoder, Reading
-from megatron_style.inference.next_token import NextToken, Predict, by_model, pick
+from megatron_style.inference.next_token import Floats, Ids, NextToken, Predict, by_model, pick
 from megatron_style.model.attention import attention_of
 from megatron_style.model.documents import ages_of
 from megatron_style.model.shortformer import Shortformer
@@ -35,28 +36,30 @@ class Sampler:
     def choose(self, following: NextToken, u: float) -> int:
         """Return the token for one number u in [0, 1]; if u is uniform, the token has the distribution asked for."""
         if self.temperature == 0:
-            return int(following.likeliest(1)[1])
+            return int(following.likeliest(1)[1][0])
         if self.temperature == 1 and self.top_k is None and self.top_p is None:
             return following.draw(u)
         probs, ids = self._candidates(following)
         if self.top_p is not None:
-            probs, order = probs.sort(descending=True, stable=True)
-            ahead = probs.cumsum(-1) - probs  # the mass before each token: the first is always kept
-            probs = probs[ahead < self.top_p]
+            order = np.argsort(-probs, kind="stable")
+            probs = probs[order]
             ids = ids[order]
+            probs = probs[probs.cumsum() - probs < self.top_p]  # the mass before each token: the first is always kept
         return int(ids[pick(probs, u)[0]])
 
-    def _candidates(self, following: NextToken) -> tuple[Tensor, Tensor]:
+    def _candidates(self, following: NextToken) -> tuple[Floats, Ids]:
         """Return probabilities and ids, before the cut by top_p."""
         if self.top_k is not None:
             log_probs, ids = following.likeliest(self.top_k)
         elif self.top_p is not None and self.temperature == 1:
             log_probs, ids = following.nucleus(self.top_p)
-            return log_probs.double().exp(), ids
+            return np.exp(log_probs, dtype=np.float64), ids
         else:
             log_probs, ids = following.everything()
         # The maximum is subtracted first, or a tiny temperature would make all scores -inf.
-        return ((log_probs.double() - log_probs.max()) / self.temperature).softmax(-1), ids
+        with np.errstate(over="ignore"):
+            scores = (log_probs.astype(np.float64) - log_probs.max()) / self.temperature
+        return np.exp(scores) / np.exp(scores).sum(), ids
 
 
 class Walk(Protocol):

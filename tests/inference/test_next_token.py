@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_style.inference.next_token import NextToken, Tail, next_tokens
+from megatron_style.inference.next_token import Floats, NextToken, Tail, next_tokens
 from megatron_style.inference.sampling import Sampler
 from megatron_style.model.vocabulary import AdaptiveVocabulary
 from tests.support.continuing import GREEDY, KINDS
@@ -26,9 +27,11 @@ def banded(probs: Tensor, *edges: int) -> NextToken:
 
     def tail(first: int, last: int) -> Tail:
         mass = probs[first:last].sum()
-        return Tail(first, mass.log().item(), lambda: (probs[first:last] / mass).log())
+        return Tail(first, mass.log().item(), lambda: (probs[first:last] / mass).log().numpy())
 
-    return NextToken(probs[: edges[0]].log(), [tail(*edge) for edge in itertools.pairwise([*edges, len(probs)])])
+    return NextToken(
+        probs[: edges[0]].log().numpy(), [tail(*edge) for edge in itertools.pairwise([*edges, len(probs)])]
+    )
 
 
 def spread(sampler: Sampler, probs: Tensor, *edges: int, numbers: int = 600) -> Tensor:
@@ -97,7 +100,7 @@ def test_the_likeliest_are_those_of_the_whole_distribution(
     x_ND = features(40, size=size)
     for following, whole in zip(next_tokens(vocabulary, x_ND), vocabulary.log_probs(x_ND), strict=True):
         expected, order = whole.sort(descending=True, stable=True)
-        log_probs, ids = following.likeliest(count)
+        log_probs, ids = map(torch.from_numpy, following.likeliest(count))
         assert ids.tolist() == order[:count].tolist()
         torch.testing.assert_close(log_probs, expected[:count])
         assert GREEDY.choose(following, 0.5) == order[0]
@@ -107,7 +110,7 @@ def test_the_likeliest_are_those_of_the_whole_distribution(
 def test_the_nucleus_is_the_likeliest_tokens_that_hold_its_mass(vocabulary: AdaptiveVocabulary, mass: float) -> None:
     x_ND = features(40, size=4.0)
     for following, whole in zip(next_tokens(vocabulary, x_ND), vocabulary.log_probs(x_ND), strict=True):
-        log_probs, ids = following.nucleus(mass)
+        log_probs, ids = map(torch.from_numpy, following.nucleus(mass))
         assert set(ids.tolist()) == set(whole.topk(len(ids)).indices.tolist())
         torch.testing.assert_close(log_probs, whole[ids])
         assert log_probs.exp().sum() >= mass - 1e-12
@@ -145,8 +148,9 @@ def opened(vocabulary: AdaptiveVocabulary, x_ND: Tensor, sampler: Sampler, u: fl
 
     found = []
     with patch.object(AdaptiveVocabulary, "tail_log_probs", counted):
-        for following in next_tokens(vocabulary, x_ND):
+        for x_D in x_ND:
             calls.clear()
+            (following,) = next_tokens(vocabulary, x_D[None])
             sampler.choose(following, u)
             found.append(sorted(calls))
     return found
@@ -185,6 +189,19 @@ def test_a_small_nucleus_opens_little_and_a_temperature_opens_all(vocabulary: Ad
     assert opened(vocabulary, x_ND, Sampler(temperature=0.7)) == [[1, 2]] * 50
 
 
+def test_a_tail_that_one_row_opens_is_computed_once_for_all_rows(vocabulary: AdaptiveVocabulary) -> None:
+    x_ND = features(6, size=3.0)
+    with patch.object(AdaptiveVocabulary, "tail_log_probs", wraps=vocabulary.tail_log_probs) as inside:
+        rows = next_tokens(vocabulary, x_ND)
+        assert inside.call_count == 0
+        together = [following.everything() for following in rows]
+        assert inside.call_count == len(vocabulary.tail_starts)
+    for x_D, (log_probs, ids) in zip(x_ND, together, strict=True):
+        (alone,) = next_tokens(vocabulary, x_D[None])
+        assert np.array_equal(ids, alone.everything()[1])
+        np.testing.assert_allclose(log_probs, alone.everything()[0], rtol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_distribution_sums_to_one_and_agrees_with_the_loss(kind: str) -> None:
     model, x_ND = tiny_model(tiny_config(kind)), features(5)
@@ -196,7 +213,7 @@ def test_the_distribution_sums_to_one_and_agrees_with_the_loss(kind: str) -> Non
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(5, dtype=torch.float64))
     torch.testing.assert_close(log_probs, -nll.view(5, VOCAB_SIZE))
     for token, whole in zip(following, log_probs, strict=True):
-        found, ids = token.everything()
+        found, ids = map(torch.from_numpy, token.everything())
         torch.testing.assert_close(found, whole)
         assert ids.tolist() == list(range(VOCAB_SIZE))
 
@@ -205,6 +222,10 @@ def test_the_distribution_sums_to_one_and_agrees_with_the_loss(kind: str) -> Non
 
 FEW = torch.tensor([0, 4, 9, 11, 30, 36])
 FEW_PROBS = torch.tensor([0.1, 0.4, 0.0, 0.2, 0.25, 0.05], dtype=torch.float64)
+
+
+def mixture(following: NextToken, weight: float) -> NextToken:
+    return following.mixed(FEW.numpy(), FEW_PROBS.log().numpy(), weight)
 
 
 def dense_mixture(whole: Tensor, weight: float) -> Tensor:
@@ -218,15 +239,15 @@ def test_a_mixture_is_that_of_the_whole_distributions(
 ) -> None:
     x_ND = features(20, size=size)
     for following, whole in zip(next_tokens(vocabulary, x_ND), vocabulary.log_probs(x_ND), strict=True):
-        mixed = following.mixed(FEW, FEW_PROBS.log(), weight)
+        mixed = mixture(following, weight)
         expected = dense_mixture(whole, weight)
-        log_probs, ids = mixed.everything()
+        log_probs, ids = map(torch.from_numpy, mixed.everything())
         torch.testing.assert_close(log_probs.exp(), expected[ids], atol=1e-14, rtol=0)
         for count in (1, 3, 12):
-            log_probs, ids = following.mixed(FEW, FEW_PROBS.log(), weight).likeliest(count)
+            log_probs, ids = map(torch.from_numpy, mixture(following, weight).likeliest(count))
             torch.testing.assert_close(log_probs.exp(), expected.sort(descending=True).values[:count])
             torch.testing.assert_close(expected[ids], log_probs.exp())
-        log_probs, ids = following.mixed(FEW, FEW_PROBS.log(), weight).nucleus(0.7)
+        log_probs, ids = map(torch.from_numpy, mixture(following, weight).nucleus(0.7))
         assert set(ids.tolist()) == set(expected.topk(len(ids)).indices.tolist())
         assert log_probs.exp().sum() >= 0.7
 
@@ -234,7 +255,7 @@ def test_a_mixture_is_that_of_the_whole_distributions(
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
 def test_a_mixture_is_drawn_from_as_often_as_it_says(vocabulary: AdaptiveVocabulary, weight: float) -> None:
     (following,), numbers = next_tokens(vocabulary, features(1, seed=3, size=2.0)), 2000
-    mixed = following.mixed(FEW, FEW_PROBS.log(), weight)
+    mixed = mixture(following, weight)
     counts = Counter(mixed.draw((i + 0.5) / numbers) for i in range(numbers))
     found = torch.tensor([counts[i] / numbers for i in range(VOCAB_SIZE)], dtype=torch.float64)
     expected = dense_mixture(vocabulary.log_probs(features(1, seed=3, size=2.0))[0], weight)
@@ -244,18 +265,19 @@ def test_a_mixture_is_drawn_from_as_often_as_it_says(vocabulary: AdaptiveVocabul
 def test_a_weight_of_zero_changes_no_bit_of_a_float32_model(vocabulary: AdaptiveVocabulary) -> None:
     vocabulary.float()
     for following in next_tokens(vocabulary, features(20, size=3.0).float()):
-        mixed = following.mixed(FEW, FEW_PROBS.log(), 0.0)
+        mixed = mixture(following, 0.0)
         for one, other in zip(following.everything(), mixed.everything(), strict=True):
-            assert torch.equal(one, other)
-        assert following.mixed(FEW[:0], FEW_PROBS[:0], 0.5) is following
+            assert np.array_equal(one, other)
+            assert one.dtype == other.dtype
+        assert following.mixed(FEW[:0].numpy(), FEW_PROBS[:0].numpy(), 0.5) is following
 
 
 def test_a_tail_with_some_of_the_tokens_stays_closed_until_it_is_needed() -> None:
-    def opened() -> Tensor:
+    def opened() -> Floats:
         raise AssertionError("this band holds no candidate")
 
     tail = Tail(2, math.log(0.2), opened)
-    following = NextToken(torch.tensor([0.7, 0.1]).log(), [tail])
-    mixed = following.mixed(torch.tensor([0, 5]), torch.tensor([0.75, 0.25], dtype=torch.float64).log(), 0.5)
+    following = NextToken(np.log([0.7, 0.1]), [tail])
+    mixed = following.mixed(np.array([0, 5]), np.log([0.75, 0.25]), 0.5)
     assert mixed.likeliest(1)[1].tolist() == [0]
     assert mixed.draw(0.3) == 0

@@ -41,7 +41,7 @@ def recomputed_text(
     text, generator = list(prompt), generator_of(1, 0)
     for _ in range(tokens):
         u = torch.rand((), dtype=torch.float64, generator=generator).item()
-        text.append(sampler.choose(NextToken(recomputed(model, text, L, C)), u))
+        text.append(sampler.choose(NextToken(recomputed(model, text, L, C).numpy()), u))
     return text[len(prompt) :]
 
 
