@@ -99,8 +99,7 @@ def _recipe(spec: RunSpec, scale: ExperimentScale) -> dict[str, Any]:
     if scale.model is not None:
         # In a narrow model, rare words with a 16th of the width would learn next to nothing.
         vocabulary = {"kind": "adaptive", "factor": scale.band_factor}
-        dropout = {"hidden": scale.dropout} if scale.dropout else {}
-        data["model"] |= _sizes(scale.model) | {"dropout": dropout, "vocabulary": vocabulary}
+        data["model"] |= _sizes(scale.model) | {"dropout": {}, "vocabulary": vocabulary}
         if sandwich := data["model"].get("sandwich"):
             data["model"]["sandwich"] = max(1, round(sandwich * scale.model.layers / paper_layers))
         if memory := data["model"].get("memory"):

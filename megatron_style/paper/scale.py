@@ -40,7 +40,6 @@ class ExperimentScale:
     processes: int = 1
     model: ModelSize | None = None  # None: the paper's model and optimizer, as the run files have them
     peak_rate: float = 0.003
-    dropout: float = 0.0
     band_factor: int = 1  # each band of rarer words has embeddings narrower by this factor
 
     @property
@@ -85,7 +84,7 @@ _SMALL = ExperimentScale(
     "small", shrink=8, lengths=(64, 128, 384, 512, 1024, 3072), first_epochs=(50, 100), steps=3400,
     steps_of_50_epochs=850, tokens_per_batch=3072, evaluate_every=170, save_every=170, held_out_tokens=None,
     watched_tokens=32_768, short_tokens=1024, windows=16, seeds=2,
-    model=ModelSize(layers=4, hidden_size=96, heads=4, ffn_size=384), peak_rate=0.006, dropout=0.1, band_factor=2,
+    model=ModelSize(layers=4, hidden_size=96, heads=4, ffn_size=384), peak_rate=0.006, band_factor=2,
 )  # fmt: skip
 _PAPER = ExperimentScale(
     "paper", shrink=1, lengths=_LENGTHS, first_epochs=_EPOCHS, steps=286_000, steps_of_50_epochs=70_050,
