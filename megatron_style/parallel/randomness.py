@@ -35,4 +35,8 @@ def drawn_key() -> int:
 
 
 def seed_sharded_dropout(noise: Noise, *, tensor_rank: int) -> None:
-    torch.manual_seed(noise.at(f"tensor rank {tensor_rank}").key)
+    key = noise.at(f"tensor rank {tensor_rank}").key
+    if torch.accelerator.is_available():
+        torch.manual_seed(key)
+    else:  # torch.manual_seed would also keep this stack as text, for a GPU to come
+        torch.default_generator.manual_seed(key)
