@@ -13,6 +13,13 @@ if [ "${1:-}" = --fast ]; then
 fi
 ruff check .
 ruff format --check .
-mypy
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+mypy >"$types" 2>&1 & # beside the tests: it uses one core only
+checked=$!
+status=0
 # A worker that has nothing left takes tests from the other; else a file of slow tests would leave it waiting.
-exec python -m pytest --numprocesses "$workers" --dist worksteal "${lane[@]}" "$@"
+python -m pytest --numprocesses "$workers" --dist worksteal "${lane[@]}" "$@" || status=$?
+wait "$checked" || status=$?
+cat "$types"
+exit "$status"

@@ -33,7 +33,7 @@ SCRIPTS: dict[str, dict[str, str]] = {
 ASKED = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1, "INT": signal.SIGINT}
 ON_SEVERAL_HOSTS = {"slurm.sbatch", "slurm.sbatch over deepspeed"}  # by what the stand-ins of Slurm say
 # local.sh is in the suite with the other signals below, and listens in tests/cluster/test_exposure.py.
-IN_THE_SUITE = {("torchrun.sh", "INT"), ("mpi.sh", "USR1"), ("slurm.sbatch", "TERM")}
+IN_THE_SUITE = {("torchrun.sh", "INT"), ("slurm.sbatch", "TERM")}
 CASES = [
     pytest.param(name, number, id=f"{name}-{number}", marks=() if (name, number) in IN_THE_SUITE else pytest.mark.sweep)
     for name in SCRIPTS

@@ -16,8 +16,10 @@ import pytest
 
 from megatron_style.config.run import RunConfig
 from megatron_style.supervision.record import RankRecord, read_records, read_status
-from tests.support.launch import ROOT, free_port, launch
+from megatron_style.train import main as train
+from tests.support.launch import ROOT, free_port
 from tests.support.resuming import expect_bitwise, make_run, on_ranks
+from tests.support.tiny import run_here
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -86,9 +88,9 @@ def test_a_second_run_is_refused_and_kill_9_of_a_rank_ends_the_launch(folder: Pa
     long_run(folder, steps=4000)
     with started(folder, *DEEPSPEED[:2], "--master_port", str(free_port()), *DEEPSPEED[2:]) as launcher:
         ranks = ranks_at(folder, 5, launcher)
-        second = launch("train", folder / "run.yaml")
-        assert second.returncode == 2
-        (refusal,) = [line for line in second.stderr.splitlines() if "error" in line]
+        second = run_here(train, folder / "run.yaml")
+        assert second.code == 2
+        (refusal,) = [line for line in second.err.splitlines() if "error" in line]
         assert f"another run is at work there: pid {ranks[0].pid} on {ranks[0].host}, since 20" in refusal
         ranks[1].send(signal.SIGKILL)
         assert all_gone(ranks, 30)

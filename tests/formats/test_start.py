@@ -24,7 +24,11 @@ def starting_at(run: RunConfig, start: Path, output: str) -> RunConfig:
 
 @pytest.mark.parametrize(
     ("form", "name", "zero", "world"),
-    [(model_folder, "model", 0, 1), (fairseq, "model.pt", 1, 2), (model_folder, "model", 3, 2)],
+    [
+        (fairseq, "model.pt", 1, 2),
+        (model_folder, "model", 3, 2),
+        pytest.param(model_folder, "model", 0, 1, marks=pytest.mark.sweep),
+    ],
 )
 def test_it_goes_on_with_step_and_optimizer(folder: Path, form: object, name: str, zero: int, world: int) -> None:
     """At a stage's end, where lanes open anyway: so the losses are those of the run that never left."""

@@ -45,7 +45,7 @@ def texts_of_rank(config: ModelFolderConfig, world: int) -> Texts:
 
 
 CASES = [(kind, settings, 2) for kind in KINDS for settings in MODELS] + [(kind, {}, 4) for kind in KINDS]
-IN_THE_SUITE = [(kind, {}, 2) for kind in KINDS] + [case for case in CASES if case[0] == "adaptive"]
+IN_THE_SUITE = [(kind, {}, 2) for kind in KINDS] + [("adaptive", settings, 2) for settings in MODELS]
 
 
 @pytest.mark.parametrize(
