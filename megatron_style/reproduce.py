@@ -26,9 +26,10 @@ from megatron_style.base.command import (
 )
 from megatron_style.base.errors import UserError
 from megatron_style.paper.experiment import Experiment, open_experiment
+from megatron_style.paper.measures import Table
 from megatron_style.paper.results.page import Results, write_results
 from megatron_style.paper.results.presented import Presented, as_json
-from megatron_style.paper.scale import SCALES, scale_named
+from megatron_style.paper.scale import SCALES, ExperimentScale, scale_named
 from megatron_style.paper.tables import table
 from megatron_style.paper.work.jobs import emit, jobs_at_once, measure
 from megatron_style.paper.work.ownership import sole_owner
@@ -47,6 +48,7 @@ def main() -> None:
         show_commands(emit(experiment, tables), as_json=args.json)
         return
     if not args.collect:
+        check_faiss(scale, tables)
         needs_runs = bool(experiment.runs_of(tables))
         at_once = jobs_at_once(args.jobs, scale, has_gpus=has_gpus()) if needs_runs else 1
         with sole_owner(args.output):
@@ -90,6 +92,15 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--emit: prints the commands of all runs; leave out --collect and --kept")
     for results in args.kept:
         runs_in(results)
+
+
+def check_faiss(scale: ExperimentScale, tables: Sequence[Table]) -> None:
+    """Refuse to train models whose neighbours could not be searched."""
+    if scale.probe is None or not any(each.neighbours for table in tables for each in table.evaluations()):
+        return
+    from megatron_style.datastore.approximate import import_faiss  # torch takes a second to import
+
+    import_faiss(f"--scale {scale.name}: the approximate search of kNN-LM")
 
 
 def has_gpus() -> bool:

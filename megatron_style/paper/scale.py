@@ -37,6 +37,7 @@ class ExperimentScale:
     short_tokens: int  # scored one token at a time, where only speed and equality are of interest
     windows: int | None  # a sliding window scores 1/windows of its tokens; None: its last one only, as in the paper
     seeds: int
+    probe: int | None = None  # the lists of the datastore's index that a kNN-LM searches; None: exact search
     processes: int = 1
     model: ModelSize | None = None  # None: the paper's model and optimizer, as the run files have them
     peak_rate: float = 0.003
@@ -83,13 +84,13 @@ _TINY = ExperimentScale(
 _SMALL = ExperimentScale(
     "small", shrink=8, lengths=(64, 128, 384, 512, 1024, 3072), first_epochs=(50, 100), steps=3400,
     steps_of_50_epochs=850, tokens_per_batch=3072, evaluate_every=170, save_every=170, held_out_tokens=None,
-    watched_tokens=32_768, short_tokens=1024, windows=16, seeds=2,
+    watched_tokens=32_768, short_tokens=1024, windows=16, seeds=2, probe=32,
     model=ModelSize(layers=4, hidden_size=96, heads=4, ffn_size=384), peak_rate=0.006, band_factor=2,
 )  # fmt: skip
 _PAPER = ExperimentScale(
     "paper", shrink=1, lengths=_LENGTHS, first_epochs=_EPOCHS, steps=286_000, steps_of_50_epochs=70_050,
     tokens_per_batch=9216, evaluate_every=1401, save_every=7005, held_out_tokens=None, watched_tokens=None,
-    short_tokens=4096, windows=None, seeds=1, processes=8,
+    short_tokens=4096, windows=None, seeds=1, probe=32, processes=8,
 )  # fmt: skip
 SCALES: Mapping[str, ExperimentScale] = MappingProxyType(
     {scale.name: scale for scale in (_MINIATURE, _TINY, _SMALL, _PAPER)}

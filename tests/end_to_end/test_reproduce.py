@@ -209,7 +209,9 @@ def test_emitted_commands_find_their_text(tmp_path: Path, texts: Path) -> None:
     assert not list((tmp_path / "out").rglob("metrics.jsonl"))
 
 
-def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts: Path) -> None:
+def test_bad_input_is_named_in_one_line_and_leaves_nothing(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "untested").mkdir()
@@ -240,4 +242,6 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(tmp_path: Path, texts
         (("--table", 1, 11, "--scale", "paper", "--corpus", texts, *new), "give each text an --output"),
     ):
         expect_refusal(run_here(main, *argv), *words)
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not installed
+    expect_refusal(run_here(main, "--table", 5, "--scale", "small", *new), "kNN-LM", "pip install faiss-cpu")
     assert content(tmp_path) == before

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import load_run
+from megatron_style.paper.experiment import Experiment
 from megatron_style.paper.measures import Evaluated
 from megatron_style.paper.memory import PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
@@ -28,6 +31,8 @@ from megatron_style.paper.tables import (
     paper_table,
     table,
 )
+from megatron_style.paper.work.evaluations import datastore_job, protocol_flags
+from megatron_style.paper.work.processes import Job
 from tests.support.launch import ROOT
 
 FIGURES = ROOT.parent / "shared" / "paper" / "tables.json"
@@ -66,6 +71,27 @@ def test_table_5_scores_every_model_with_the_same_context() -> None:
         evaluation = row.measures[-1].evaluation
         assert evaluation == replace(SAME_CONTEXT, split="test", neighbours=evaluation.neighbours)
         assert bool(evaluation.neighbours) == ("knn-lm" in row.label)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("tiny", ["datastore"]), ("small", ["datastore", "index"])])
+def test_neighbours_are_searched_in_an_index_where_the_scale_says_so(
+    name: str, steps: list[str], tmp_path: Path
+) -> None:
+    scale = SCALES[name]
+    spec, searched = SHORTFORMER, replace(SAME_CONTEXT, split="test", neighbours=1024)
+    flags = protocol_flags(scale, spec, searched, tmp_path)
+    assert ("--probe" in flags) == (name == "small")
+    experiment = cast(Experiment, SimpleNamespace(scale=scale, corpus=CORPUS, folder=lambda _: tmp_path))
+    search = Job("evaluate", (), tmp_path / "log", tmp_path / "out")
+    for made in (False, True):
+        done, jobs = [], [datastore_job(experiment, spec, [search])]
+        while jobs != [search]:
+            (job,) = jobs
+            done.append(job.title.split()[0])
+            jobs = list(job.then())
+        assert done == (steps[:1] if made else steps)
+        (tmp_path / "neighbours").mkdir(exist_ok=True)
+        (tmp_path / "neighbours" / "index.faiss").touch()
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)

@@ -113,6 +113,8 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
         lines.append(
             f"`sliding`, where the paper scores one token per window, scores 1/{scale.windows} of a window here."
         )
+    if scale.probe:
+        lines.append(f"kNN-LM searches {scale.probe} lists of an index of its datastore, as its authors do.")
     if runs:
         config = experiment.config(BASELINE)
         corpus = experiment.corpus

@@ -21,6 +21,7 @@ from megatron_style.paper.scale import ExperimentScale
 from megatron_style.paper.work.processes import Job
 
 _DATASTORE = "neighbours"
+_INDEX = "index.faiss"  # in it
 
 
 def evaluation_jobs(experiment: Experiment, spec: RunSpec, evaluations: Collection[Evaluation]) -> list[Job]:
@@ -34,7 +35,7 @@ def evaluation_jobs(experiment: Experiment, spec: RunSpec, evaluations: Collecti
         if job is not None:
             (searching if evaluation.neighbours else plain).append(job)
     if searching:
-        plain.append(replace(_datastore_job(experiment, spec), then=lambda: searching))
+        plain.append(datastore_job(experiment, spec, searching))
     return plain
 
 
@@ -58,6 +59,8 @@ def protocol_flags(scale: ExperimentScale, spec: RunSpec, evaluation: Evaluation
         # The number of tokens shrinks with the lengths, and so do the neighbours among them.
         count = scale.length(evaluation.neighbours)
         flags += ["--neighbours", str(folder / _DATASTORE), "--k", str(count)]
+        if scale.probe is not None:
+            flags += ["--probe", str(scale.probe)]
     if evaluation.by_position:
         flags += ["--by-position", str(folder / f"{evaluation.name}.png")]
     return tuple(flags)
@@ -70,12 +73,19 @@ def inputs_of(experiment: Experiment, spec: RunSpec, evaluation: Evaluation) -> 
     return {"data": file_digest(store_files(experiment.scored(evaluation))[0]), "flags": list(flags)}
 
 
-def _datastore_job(experiment: Experiment, spec: RunSpec) -> Job:
-    """Return the job that makes a datastore of the training text; it ends at once if there is one."""
+def datastore_job(experiment: Experiment, spec: RunSpec, searching: Sequence[Job]) -> Job:
+    """Return the job that makes a datastore of the training text, and ends at once if there is one. The jobs that
+    search it come after it, or after that of its index if the search is approximate."""
     folder = experiment.folder(spec)
-    command = (sys.executable, "-m", "megatron_style.neighbours", "build", str(RunFolder(folder).model))
-    flags = ("--data", str(experiment.corpus.train), "--output", str(folder / _DATASTORE))
-    return Job(f"datastore of {folder.name}", (*command, *flags), folder / "neighbours.log", folder / "neighbours.out")
+    store = folder / _DATASTORE
+    command = (sys.executable, "-m", "megatron_style.neighbours")
+    log = folder / "neighbours.log"
+    flags = (str(RunFolder(folder).model), "--data", str(experiment.corpus.train), "--output", str(store))
+    build = Job(f"datastore of {folder.name}", (*command, "build", *flags), log, folder / "neighbours.out")
+    if experiment.scale.probe is None or (store / _INDEX).exists():
+        return replace(build, then=lambda: searching)
+    index = Job(f"index of {folder.name}", (*command, "index", str(store)), log, folder / "index.out")
+    return replace(build, then=lambda: [replace(index, then=lambda: searching)])
 
 
 def weights_digest(files: Sequence[Path]) -> str:
