@@ -132,7 +132,7 @@ def _run_all(experiment: Experiment, needs: Mapping[RunSpec, frozenset[Evaluatio
     """Train what is not finished and evaluate it. Runs that can begin where another's first stage ends wait for it."""
     done = [spec for spec, evaluations in needs.items() if is_complete(experiment, spec, evaluations)]
     todo = [spec for spec in needs if spec not in done]
-    run_jobs([job for spec in done for job in evaluation_jobs(experiment, spec, needs[spec])], workers)
+    waiting = [job for spec in done for job in evaluation_jobs(experiment, spec, needs[spec])]
     write_run_files(experiment, todo)
     donors = [experiment.config(spec) for spec in experiment.runs_of(experiment.tables())]
     origin = {"commit": commit(), "cores": os.cpu_count(), "at_once": workers.at_once, "threads": workers.threads}
@@ -140,7 +140,8 @@ def _run_all(experiment: Experiment, needs: Mapping[RunSpec, frozenset[Evaluatio
     for wave in waves([experiment.config(spec) for spec in todo], donors):
         jobs = [_training_job(run, donors, experiment.scale.processes, origin) for run in wave]
         chained = [replace(job, then=follow[run.output.path]) for job, run in zip(jobs, wave, strict=True)]
-        run_jobs(chained, workers)
+        run_jobs(waiting + chained, workers)
+        waiting = []
 
 
 def waves(runs: Sequence[RunConfig], donors: Sequence[RunConfig]) -> tuple[list[RunConfig], list[RunConfig]]:
