@@ -1,5 +1,5 @@
 """Attention to a cache and the segment after it on CPUs, with dropout or in bfloat16, for which torch's CPU kernel is
-missing or slow. Scores are computed in tiles that stay in the cache of a core.
+missing or slow. Scores are computed in tiles: of a size that a CPU caches, and that is worth the calls for each.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Tiles:
     """The tiles of one call, and the memory that they share. Scores and weights are in float32 at least; products with
     weights and with gradients have the precision of the inputs."""
 
-    ELEMENTS = 2**18  # of a tile, for as many heads as fit: 1 MB in float32
+    ELEMENTS = 2**19  # of a tile, for as many heads as fit: 2 MB in float32
     QUERIES = 128
 
     def __init__(self, q: Tensor, cached: int, rate: float, key: int) -> None:
