@@ -25,7 +25,7 @@ from benchmarks.own_process import in_own_process
 from benchmarks.trainers import VOCAB_SIZES, Ours, Setting, seconds, write_text
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.session import distributed_session
-from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
+from megatron_style.parallel.device.peak_memory import forget_peak, peak_bytes
 
 MODULE = "benchmarks.recipe"
 CPU = torch.device("cpu")

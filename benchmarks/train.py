@@ -29,8 +29,8 @@ from benchmarks.show import ONE_RANK, chart, difference, show
 from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, seconds, write_text
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.session import distributed_session
+from megatron_style.parallel.device.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.local_ranks import run_ranks
-from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
 
 MODULE = "benchmarks.train"
 CPU = torch.device("cpu")

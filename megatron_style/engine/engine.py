@@ -28,7 +28,7 @@ from megatron_style.engine.zero_layout import (
 from megatron_style.model.caches import PLACES
 from megatron_style.model.memory import Memory, memory_of
 from megatron_style.model.shortformer import Output, Shortformer
-from megatron_style.parallel.phase_times import PhaseTimes
+from megatron_style.parallel.device.phase_times import PhaseTimes
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import (
     layout_of,

@@ -13,7 +13,7 @@ from megatron_style.base.command import log
 from megatron_style.base.errors import OnlyChecked, UserError
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.model.caches import OnDevice
-from megatron_style.parallel.peak_memory import is_out_of_memory, peak_memory
+from megatron_style.parallel.device.peak_memory import is_out_of_memory, peak_memory
 from megatron_style.parallel.randomness import Noise, derive_key
 from megatron_style.schedule.stages import Stage
 

@@ -26,7 +26,7 @@ from megatron_style.inference.scoring.reader import Tokens
 from megatron_style.inference.scoring.score import Progress, Score, perplexity, score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.collectives import largest_over_shards
-from megatron_style.parallel.peak_memory import peak_memory
+from megatron_style.parallel.device.peak_memory import peak_memory
 from megatron_style.parallel.topology import Axis, Topology
 
 

@@ -37,7 +37,7 @@ from megatron_style.journal.profile import open_profile
 from megatron_style.journal.stragglers import Spread, gather_times, spread_of
 from megatron_style.journal.tensorboard import TensorBoardWriter, scalars_of
 from megatron_style.journal.work import FlopCounter, Totals, peak_flops
-from megatron_style.parallel.peak_memory import forget_peak, peak_bytes
+from megatron_style.parallel.device.peak_memory import forget_peak, peak_bytes
 from megatron_style.parallel.topology import Topology
 from megatron_style.schedule.stages import Stage, StageSchedule, StepPlan
 

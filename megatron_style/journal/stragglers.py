@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.base.events import TrainEvent, own_seconds
-from megatron_style.parallel.phase_times import PHASES
+from megatron_style.parallel.device.phase_times import PHASES
 from megatron_style.parallel.topology import Topology
 
 _CLEARLY = 1.5  # times the median of all ranks

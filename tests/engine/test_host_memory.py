@@ -21,8 +21,8 @@ from megatron_style.formats import model_folder
 from megatron_style.formats.source import ModelSource, tensors_of
 from megatron_style.formats.transfer import return_freed_memory
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.device.peak_memory import peak_memory
 from megatron_style.parallel.local_ranks import run_ranks
-from megatron_style.parallel.peak_memory import peak_memory
 from megatron_style.parallel.sharding import initialise, layouts_of
 from megatron_style.parallel.topology import Axis
 from megatron_style.schedule.stages import StageSchedule

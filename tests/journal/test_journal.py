@@ -25,7 +25,7 @@ from megatron_style.journal import metrics_file as metrics
 from megatron_style.journal.journal import Journal
 from megatron_style.journal.tensorboard import code_block
 from megatron_style.journal.work import _NAMES, FlopCounter, peak_flops
-from megatron_style.parallel.phase_times import PhaseTimes
+from megatron_style.parallel.device.phase_times import PhaseTimes
 from megatron_style.parallel.topology import Topology
 from megatron_style.planning.hardware import GPUS
 from megatron_style.planning.timing import training_flops_per_token

@@ -15,7 +15,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.train_arguments import parse_train_arguments
 from megatron_style.journal import profile as profiling
 from megatron_style.journal.profile import NoProfile, StepProfile, open_profile
-from megatron_style.parallel.phase_times import PhaseTimes
+from megatron_style.parallel.device.phase_times import PhaseTimes
 from tests.support.runs import tiny_run
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from megatron_style.config.run import RunConfig
 from megatron_style.engine.engine import TrainingEngine
 from megatron_style.journal.stragglers import gather_times, spread_of
 from megatron_style.model.shortformer import Output
+from megatron_style.parallel.device.phase_times import PHASES, PhaseTimes
 from megatron_style.parallel.local_ranks import run_ranks
-from megatron_style.parallel.phase_times import PHASES, PhaseTimes
 from megatron_style.parallel.topology import Topology
 from megatron_style.train import train
 from tests.support.resuming import make_run

@@ -19,8 +19,8 @@ from megatron_style.base.errors import UserError
 from megatron_style.config.run import RunConfig
 from megatron_style.config.run_file import load_run
 from megatron_style.model.positions import SinusoidalPositions
+from megatron_style.parallel.device.peak_memory import peak_memory
 from megatron_style.parallel.layers import VocabParallelTable
-from megatron_style.parallel.peak_memory import peak_memory
 from megatron_style.rehearsal.rehearsal import Rehearsal, StageRehearsal, rehearse
 from tests.support.in_child import in_child
 from tests.support.measured_step import measure_step
