@@ -31,6 +31,13 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def always_by_onednn() -> Iterator[None]:
+    """Let oneDNN multiply in float32 whatever the size, as it does in models that are larger than those of tests."""
+    with patch("megatron_style.parallel.device.products.LEAST", 1):
+        yield
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with a corpus for small runs."""

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.config.model import ModelConfig
 from megatron_style.model.shape import BandShape, bands
 from megatron_style.parallel.collectives import copy_to_shards
+from megatron_style.parallel.device.products import in_blocks, linear
 from megatron_style.parallel.dropout import replicated_dropout
-from megatron_style.parallel.layers import VocabParallelTable, in_blocks
+from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.loss import sharded_best, sharded_logsumexp, sharded_total_and_pick
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.sharding import Layout, layout_of, normal, parameter, xavier, zeros
@@ -49,12 +49,12 @@ class Band(nn.Module):
         if self.projection is None:
             return rows
         # Each rank projects its own tokens only, so the projection's gradient is a sum over the ranks.
-        return F.linear(rows, copy_to_shards(self.projection, self.axis))
+        return linear(rows, copy_to_shards(self.projection, self.axis))
 
     def narrowed(self, x_ND: Tensor) -> Tensor:
         """Return hidden vectors in the width in which this band scores them."""
         projection = self.output_projection if self._scores_by_its_own else self.projection
-        return x_ND if projection is None else F.linear(x_ND, projection.T)
+        return x_ND if projection is None else linear(x_ND, projection.T)
 
     def holds(self, ids: Tensor) -> Tensor:
         """Return the indices of the ids that belong to this band."""
@@ -99,9 +99,9 @@ class AdaptiveVocabulary(nn.Module):
         nll_N = torch.logaddexp(words_total, clusters.logsumexp(-1)) - picked
         for i, band in enumerate(tails):
             index = band.holds(targets_N)
-            inside_targets = in_blocks(targets_N[index] - band.first, x_ND.dtype)
+            inside_targets = in_blocks(targets_N[index] - band.first, x_ND)
             index = index.to(x_ND.device, non_blocking=True)
-            narrow = band.narrowed(x_ND.index_select(0, in_blocks(index, x_ND.dtype)))
+            narrow = band.narrowed(x_ND.index_select(0, in_blocks(index, x_ND)))
             narrow = replicated_dropout(narrow, self.dropout, noise and noise.at(i))
             inside = _table_nll(narrow, inside_targets, band.table)[: len(index)]
             nll_N = nll_N.index_add(0, index, inside - clusters[:, i].index_select(0, index))
@@ -146,7 +146,7 @@ class AdaptiveVocabulary(nn.Module):
 
     def _cluster_logits(self, narrow_ND: Tensor) -> Tensor:
         """Return the logits of the tail bands."""
-        return F.linear(narrow_ND, self.clusters, self.cluster_biases)
+        return linear(narrow_ND, self.clusters, self.cluster_biases)
 
 
 class PlainVocabulary(nn.Module):

@@ -9,17 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_style.parallel.collectives import copy_to_shards, gather_features
+from megatron_style.parallel.device.products import gradient_of_input, gradient_of_weight, in_blocks, linear
 from megatron_style.parallel.sharding import Draw, Layout, layout_of, parameter, tag, zeros
 from megatron_style.parallel.stream import Read, Stream
 from megatron_style.parallel.topology import Axis
-
-_BLOCK = 32  # rows
-
-
-def in_blocks(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return row numbers; for a 16-bit type, with zeros after them up to a multiple of a block. The number of a band's
-    tokens differs from step to step, and a CPU compiles and keeps a 16-bit product for every new shape."""
-    return F.pad(rows, (0, -len(rows) % _BLOCK)) if dtype.itemsize == 2 else rows
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -29,11 +22,11 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: ColumnParallelLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.weight, layer.bias)
+        return linear(x, layer.weight, layer.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ ctx.layer.weight, None
+        return gradient_of_input(grad, ctx.layer.weight), None
 
 
 class _RecalledLinear(torch.autograd.Function):
@@ -47,16 +40,15 @@ class _RecalledLinear(torch.autograd.Function):
         ctx.again = read.again
         ctx.added = read.added
         ctx.again.will_read()
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gathered = ctx.again.read()
         x = gathered if ctx.added is None else gathered + ctx.added
-        grad_ND = grad.flatten(0, -2)
-        grad_x = grad @ ctx.layer.weight if ctx.needs_input_grad[0] else None
-        grad_bias = grad_ND.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_ND.T @ x.flatten(0, -2), grad_bias, None, None
+        grad_x = gradient_of_input(grad, ctx.layer.weight) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x, gradient_of_weight(grad, x), grad_bias, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -80,7 +72,7 @@ class ColumnParallelLinear(nn.Module):
 
     def _learning(self, read: Read) -> Tensor:
         if read.again is None:
-            return F.linear(read.now, self.weight, self.bias)
+            return linear(read.now, self.weight, self.bias)
         return _RecalledLinear.apply(read.now, self.weight, self.bias, self, read)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -97,10 +89,10 @@ class RowParallelLinear(nn.Module):
         """Apply the layer. The sum of a `PartialSumLinear` is reduced with its own. Without a stream, all ranks get the
         result of all positions."""
         if self.axis.size == 1:
-            total = F.linear(x, self.weight, self.bias)
+            total = linear(x, self.weight, self.bias)
             return total if partial is None else total + partial
         stream = stream or Stream(self.axis)
-        own = F.linear(x, self.weight)
+        own = linear(x, self.weight)
         total = stream.leave(own if partial is None else own + partial)
         return total if self.bias is None else total + stream.use(self.bias)[0]
 
@@ -113,7 +105,7 @@ class PartialSumLinear(nn.Module):
         self.weight = parameter(Layout((out_features, in_features), 1, draw=weight), axis)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class ReplicatedLayerNorm(nn.LayerNorm):
@@ -146,7 +138,7 @@ class VocabParallelTable(nn.Module):
         the host wait for the count."""
         owned = layout_of(self.weight).owned(self.axis)
         (index,) = torch.where((ids >= owned.start) & (ids < owned.stop))
-        found = in_blocks(ids[index] - owned.start, self.weight.dtype)
+        found = in_blocks(ids[index] - owned.start, self.weight)
         rows = found.to(self.weight.device, non_blocking=True)
         return index.to(self.weight.device, non_blocking=True), F.embedding(rows, self.weight)
 
@@ -154,7 +146,7 @@ class VocabParallelTable(nn.Module):
         """Return this rank's columns [..., tokens / tp]; rows that only pad the shard are left out."""
         owned = layout_of(self.weight).owned(self.axis)
         bias = None if self.bias is None else self.bias[: len(owned)]
-        return F.linear(copy_to_shards(x, self.axis), self.weight[: len(owned)], bias)
+        return linear(copy_to_shards(x, self.axis), self.weight[: len(owned)], bias)
 
     def all_logits(self, x: Tensor) -> Tensor:
         """Return the columns of all ranks [..., tokens], the same on each rank. They are gathered without gradient."""

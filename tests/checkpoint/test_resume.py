@@ -35,7 +35,7 @@ from tests.support.resuming import (
 )
 from tests.support.training import write_corpus
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_by_onednn")]
 Stopped = Callable[[Path, int], RunConfig]
 SPLITS: dict[str, dict[str, Any]] = {
     "plain": {},

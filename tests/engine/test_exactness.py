@@ -15,7 +15,7 @@ from megatron_style.config.run import RunConfig
 from tests.support.runs import tiny_run
 from tests.support.training import VOCAB_SIZE, History, train_on, write_corpus, write_ds_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("always_by_onednn")]
 
 GRIDS = {"TP1xDP1": (1, 1), "TP1xDP2": (1, 2), "TP2xDP1": (2, 1), "TP2xDP2": (2, 2)}
 LEARNING_RATES = {"nag": 0.3, "adamw": 0.01}

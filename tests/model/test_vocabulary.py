@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_style.model.shortformer import Shortformer
-from megatron_style.parallel import layers
+from megatron_style.parallel.device import products
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.parallel.stream import Stream
 from tests.support.tiny import VOCAB_SIZE, tiny_config, tiny_model
@@ -36,13 +36,13 @@ def tokens(share: float) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["adaptive", "tied", "untied"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_that_fill_a_block_change_no_vector_no_loss_and_no_gradient(kind: str, dtype: torch.dtype) -> None:
     model = tiny_model(tiny_config(kind), dtype)
     for share in (0.0, 0.3, 1.0):
         ids_N = tokens(share)
         padded = vocabulary_step(model, ids_N)
-        with patch.object(layers, "_BLOCK", 1):
+        with patch.object(products, "_BLOCK", 1):
             exact = vocabulary_step(model, ids_N)
         assert torch.equal(padded[0], exact[0])
         torch.testing.assert_close(padded[1], exact[1], rtol=1e-2, atol=1e-2)
@@ -51,8 +51,8 @@ def test_rows_that_fill_a_block_change_no_vector_no_loss_and_no_gradient(kind: s
             torch.testing.assert_close(grad, exact[2][name], rtol=2e-2, atol=2e-2, msg=name)
 
 
-@pytest.mark.parametrize(("dtype", "few"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_a_table_meets_few_shapes_in_16_bits(dtype: torch.dtype, few: bool) -> None:
+@pytest.mark.parametrize(("dtype", "few"), [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)])
+def test_a_table_meets_few_shapes_in_precisions_that_onednn_multiplies(dtype: torch.dtype, few: bool) -> None:
     model = tiny_model(tiny_config("adaptive"), dtype)
     shapes = set()
     logits = VocabParallelTable.logits
