@@ -30,6 +30,7 @@ from megatron_style.inference.scoring.reader import Reader
 from megatron_style.inference.scoring.score import score
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.model.vocabulary import AdaptiveVocabulary
+from megatron_style.parallel.device.products import linear
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
 
@@ -155,7 +156,7 @@ def products(model: Shortformer, tokens: int) -> Work:
 
     def work() -> int:
         for weight, x in zip(weights, vectors, strict=True):
-            torch.mm(x, weight.T)
+            linear(x, weight)
         return tokens
 
     return work

@@ -30,6 +30,7 @@ from benchmarks.trainers import VOCAB_SIZES, Ours, Plain, Setting, seconds, writ
 from megatron_style.config.run import RunConfig
 from megatron_style.engine.session import distributed_session
 from megatron_style.parallel.device.peak_memory import forget_peak, peak_bytes
+from megatron_style.parallel.device.products import linear
 from megatron_style.parallel.local_ranks import run_ranks
 
 MODULE = "benchmarks.train"
@@ -46,7 +47,7 @@ LENGTHS = {128: True, 512: True, 1024: False, 3072: False}  # with a cache or wi
 def matmul_rate(size: int = 2048) -> float:
     """Return the FLOP/s of this machine's matrix products at the moment."""
     left, right = torch.randn(2, size, size)
-    return 4 * 2 * size**3 / seconds(lambda: [left @ right for _ in range(4)])
+    return 4 * 2 * size**3 / seconds(lambda: [linear(left, right) for _ in range(4)])
 
 
 def measure_speed(setting: Setting, folder: Path, rounds: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron_style.datastore.arguments import add_neighbour_flags, open_retriev
 from megatron_style.evaluate import process_grid
 from megatron_style.formats.formats import open_model
 from megatron_style.hosts.launcher import accelerator
+from megatron_style.inference.arguments import DTYPES
 from megatron_style.inference.next_token import by_model
 from megatron_style.inference.prompts import check_tokenizer, note_unknown_words, read_prompts
 from megatron_style.inference.sampling import Continuation, Sampler
@@ -41,7 +42,7 @@ def main() -> None:
     retrieval = open_retrieval(args, source.digest, source.config.vocab_size)
     with process_grid(args.tensor, "generate") as topology:
         check_grid(topology)
-        model = source.load(axis=topology.tensor).to(accelerator())
+        model = source.load(DTYPES[args.dtype], topology.tensor).to(accelerator())
         predict = retrieval.predict_with(model) if retrieval else by_model(model)
         writer = Writer(options_of(args, topology), source.config, tokenizer, model, predict)
         if args.interactive:
@@ -108,6 +109,7 @@ def parse_args() -> argparse.Namespace:
     add("--beams", type=positive_int, metavar="N", help="beam search with N beams instead of sampling")
     add("--seed", type=int, default=1, metavar="N")
     add("--batch-rows", type=positive_int, default=16, metavar="N", help="prompts per batch (16)")
+    add("--dtype", choices=list(DTYPES), default="float32", help="of the model (float32)")
     add("--tensor", type=positive_int, default=1, metavar="N", help="tensor-parallel ranks; a launcher starts them")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers may add it
     add_neighbour_flags(parser)

@@ -16,7 +16,10 @@ import pytest
 
 from megatron_style.data.store import TokenStoreWriter
 from megatron_style.data.tokenizer import BpeTokenizer
+from megatron_style.formats.formats import open_model
 from megatron_style.generate import main
+from megatron_style.inference.next_token import by_model
+from megatron_style.inference.sampling import open_walk, stacked
 from megatron_style.neighbours import main as neighbours
 from megatron_style.parallel.local_ranks import run_ranks
 from tests.support.launch import launch
@@ -296,6 +299,35 @@ def test_the_command_does_without_deepspeed_and_without_the_compiler() -> None:
     """Each takes a second to import."""
     code = "import sys, megatron_style.generate; sys.exit(not {'deepspeed', 'torch._dynamo'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# Precisions
+
+
+def test_float64_writes_what_float32_writes(model: Path) -> None:
+    flags = ("--temperature", 0, "--tokens", 40)
+    assert text_of(model, *flags, "--dtype", "float64") == text_of(model, *flags)
+
+
+def test_each_word_of_a_greedy_text_in_bfloat16_is_nearly_the_likeliest_in_float32(model: Path) -> None:
+    written = text_of(model, "--temperature", 0, "--tokens", 40, "--dtype", "bfloat16")
+    source = open_model(model)
+    tokenizer = source.tokenizer()
+    assert tokenizer is not None
+    prompt = tokenizer.encode("w1 w2 w3")
+    tokens = tokenizer.encode(written)
+    assert len(tokens) == 40
+    exact = source.load()
+    walk = open_walk(
+        exact, rows=1, segment_length=source.config.segment_length, cache_length=source.config.cache_length
+    )
+    predict = by_model(exact)
+    reading = walk.read([tokenizer.eos, *prompt])
+    for token in tokens:
+        (following,) = predict(stacked([reading]))
+        log_probs, ids = following.everything()
+        assert log_probs.max() - log_probs[list(ids).index(token)] < 0.1
+        reading = walk.read([token])
 
 
 # Tensor-parallel ranks

@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_style.inference import decoder as decoder_module
 from megatron_style.inference.decoder import Decoder
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.parallel.local_ranks import run_ranks
@@ -96,10 +96,10 @@ def test_rows_that_are_filled_alike_need_no_mask() -> None:
     decoder = Decoder(seeded_model(1), rows=2, segment_length=4, cache_length=4)
     for row in range(2):
         decoder.read([1, 2, 3], row=row)
-    with patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as attention:
+    with patch.object(decoder_module, "_mixed", wraps=decoder_module._mixed) as attention:
         for token in range(6):
             decoder.step(torch.tensor([token, token]))
-    masks = [call.kwargs["attn_mask"] for call in attention.call_args_list]
+    masks = [call.args[3] for call in attention.call_args_list]
     assert masks == [None] * 12
 
 

@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST = 2**20  # multiplications: below, the call of oneDNN costs more than it saves
+LEAST = 2**19  # multiplications: below, the call of oneDNN costs more than it saves
 _BLOCK = 32  # rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, like torch's function of this name."""
-    if _by_onednn(x, weight):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
-    return F.linear(x, weight, bias)
+    if not _by_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    if not torch.is_grad_enabled():
+        return _product(x, weight, bias)
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gradient_of_input(grad: Tensor, weight: Tensor) -> Tensor:
