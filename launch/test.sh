@@ -15,7 +15,7 @@ ruff check .
 ruff format --check .
 types=$(mktemp)
 trap 'rm -f "$types"' EXIT
-mypy >"$types" 2>&1 & # beside the tests: it uses one core only
+mypy >"$types" 2>&1 & # while the tests run: it uses one core only
 checked=$!
 status=0
 # A worker that has nothing left takes tests from the other; else a file of slow tests would leave it waiting.

@@ -16,7 +16,7 @@ from megatron_style.base.errors import UserError, harmless
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_wrong_input_is_told_once_a_host(
+def test_wrong_input_is_reported_once_per_host(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, rank: int
 ) -> None:
     def wrong() -> None:

@@ -26,5 +26,5 @@ def test_instructions_are_those_that_the_system_names(
     assert bf16_instructions(tmp_path / "cpuinfo") == instructions
 
 
-def test_a_system_that_tells_nothing_has_none(tmp_path: Path) -> None:
+def test_a_system_that_reports_nothing_has_none(tmp_path: Path) -> None:
     assert bf16_instructions(tmp_path / "none") == []

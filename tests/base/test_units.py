@@ -29,7 +29,7 @@ from megatron_style.base.units import (
         (COUNT, None, "-"), (TIME, math.nan, "not finite"), (RATE, 2.5e-4, "2.5e-4"),
     ],
 )  # fmt: skip
-def test_amounts_are_told_in_the_unit_that_fits(quantity: Quantity, value: float | None, words: str) -> None:
+def test_amounts_are_shown_in_the_unit_that_fits(quantity: Quantity, value: float | None, words: str) -> None:
     assert quantity.text(value) == words
 
 

@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     expect_bitwise(run, whole_12)
 
 
-def test_when_no_checkpoint_is_whole_nothing_is_overwritten(folder: Path, stopped: Stopped) -> None:
+def test_when_no_checkpoint_is_complete_nothing_is_overwritten(folder: Path, stopped: Stopped) -> None:
     run = stopped(folder, 3)
     damage(run.output.path / "checkpoints" / "global_step3" / "manifest.json", "truncated")
     before = metrics(run)
@@ -410,7 +410,7 @@ def test_exchanged_checkpoints_are_damaged(folder: Path, capfd: pytest.CaptureFi
     assert "resuming at step 2 " in told
 
 
-def test_what_else_lies_beside_checkpoints_is_left_alone(folder: Path) -> None:
+def test_what_else_lies_next_to_checkpoints_is_left_alone(folder: Path) -> None:
     run = make_run(folder, steps=12, output={"save_every": 1})
     others = ["global_step4.bak1", "global_step²", "global_step4.old.partial", "global_step007", "notes"]
     for name in others:

@@ -127,7 +127,7 @@ def test_two_sound_hosts_get_no_complaint(two_hosts: Cluster, tmp_path: Path) ->
     assert not list(tmp_path.glob(".doctor*"))
 
 
-def test_every_fault_is_named_also_beside_others(two_hosts: Cluster, tmp_path: Path) -> None:
+def test_every_fault_is_named_also_next_to_others(two_hosts: Cluster, tmp_path: Path) -> None:
     expect_faults(two_hosts, tmp_path, ["unreachable host", "other version", "port in use", "full disk"])
 
 

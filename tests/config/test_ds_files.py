@@ -110,7 +110,7 @@ def test_half_precision_needs_zero(half: str) -> None:
         ('{"bf16": {}, "bf16": {}}', "duplicate key 'bf16'"),
     ],
 )
-def test_bad_settings_are_told_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+def test_bad_settings_are_reported_in_one_line(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(UserError, match=rf"ds\.json: .*{told}") as caught:

@@ -87,7 +87,7 @@ def test_an_unknown_corpus_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sotu", pytest.param("python", marks=pytest.mark.slow)])
-def test_built_in_text_is_held_out_by_whole_files(name: str, tmp_path: Path) -> None:
+def test_built_in_text_is_held_out_by_complete_files(name: str, tmp_path: Path) -> None:
     corpus = built_in_corpus(name, tmp_path)
     names = {split: {file.name for file in files} for split, files in corpus.splits.items()}
     assert not (names["train"] & names["valid"])

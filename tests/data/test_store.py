@@ -120,7 +120,7 @@ def test_negative_ids_are_refused(tmp_path: Path) -> None:
         open_store(write_dialect(tmp_path / "x", "<i4", 4, documents=False, ids=ids), vocab_size=8)
 
 
-def test_a_store_whose_dtype_cannot_be_told_is_refused(tmp_path: Path) -> None:
+def test_a_store_whose_dtype_is_ambiguous_is_refused(tmp_path: Path) -> None:
     empty = np.array([], np.int64)
     with pytest.raises(UserError, match="ambiguous: dtype code 8 may mean uint16 or uint64"):
         open_store(write_dialect(tmp_path / "x", "<u2", 8, documents=True, ids=empty, sizes=np.array([0])))

@@ -31,7 +31,7 @@ def test_chunks_of_any_size_hold_the_same_lines(tmp_path: Path, lines: list[str]
     assert lines_in(path, size) == lines
 
 
-def test_a_line_longer_than_many_chunks_stays_whole(tmp_path: Path) -> None:
+def test_a_line_longer_than_many_chunks_stays_complete(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"short\n" + b"x" * 1000 + b"\nlast")
     assert [len(line) for line in lines_in(path, 10)] == [5, 1000, 4]

@@ -171,7 +171,7 @@ def test_byte_pairs_without_our_specials_are_refused(tmp_path: Path, bpe: BpeTok
         load_tokenizer(path)
 
 
-def test_a_digest_tells_tokenizers_apart_by_their_ids() -> None:
+def test_a_digest_distinguishes_tokenizers_by_their_ids() -> None:
     words = WordDictionary({"a": 3, "b": 2})
     assert words.digest == WordDictionary({"a": 30, "b": 20}).digest  # counts do not matter
     assert words.digest != WordDictionary({"b": 3, "a": 2}).digest

@@ -59,7 +59,7 @@ def test_export_gives_the_model_that_the_run_gave(folder: Path, tensor: int, dat
     assert on_run["loss_nats"] == on_model["loss_nats"]
 
 
-def test_verify_tells_models_apart(folder: Path) -> None:
+def test_verify_distinguishes_models(folder: Path) -> None:
     run = make_run(folder, steps=6, output={"save_every": 2})
     on_ranks(run, 1)
     steps = run.output.path / "checkpoints"
@@ -84,7 +84,7 @@ def test_deepspeeds_own_tool_finds_the_same_weights(folder: Path, zero: int, hal
 
 
 @pytest.mark.parametrize("half", [True, pytest.param(False, marks=pytest.mark.sweep)])
-def test_reshard_writes_a_run_that_goes_on_there(folder: Path, half: bool) -> None:
+def test_reshard_writes_a_run_that_resumes_there(folder: Path, half: bool) -> None:
     whole = make_run(folder, "whole", data=2, zero=2, steps=8, half=half)
     on_ranks(whole, 2)
     run = make_run(folder, data=2, zero=2, steps=8, half=half)

@@ -34,7 +34,7 @@ def test_a_run_that_would_start_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
+def test_a_run_that_would_not_start_is_reported_first(tmp_path: Path) -> None:
     run_file = write_small_run(tmp_path, ranks=1)
     done = in_child(run_here, main, run_file, "--set", "parallel.tensor=2")
     assert done.code == 1, done.out + done.err
@@ -45,7 +45,7 @@ def test_a_run_that_would_not_start_is_told_first(tmp_path: Path) -> None:
     assert f"cannot read {tmp_path / 'train.bin'}" in findings[0]["message"]
 
 
-def test_wrong_input_is_told_in_one_line(tmp_path: Path) -> None:
+def test_wrong_input_is_reported_in_one_line(tmp_path: Path) -> None:
     for argv in (["nowhere.yaml"], ["--hostfile", tmp_path / "hosts"]):
         expect_refusal(run_here(main, *argv), str(argv[-1]))
 
@@ -93,7 +93,7 @@ def test_a_rehearsed_run_that_is_too_large_fails_with_a_remedy(tmp_path: Path) -
          "data.vocab_size: missing"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rehearsed_is_told_in_one_line(
+def test_what_cannot_be_rehearsed_is_reported_in_one_line(
     argv: list[str],
     told: str,
     tmp_path: Path,
@@ -150,7 +150,7 @@ def test_slots_against_devices(slots: int, kind: str, count: int, level: str) ->
         ("cuda", [], []),
     ],
 )
-def test_whether_a_cpu_multiplies_bfloat16_is_told(kind: str, instructions: list[str], told: list[str]) -> None:
+def test_whether_a_cpu_multiplies_bfloat16_is_reported(kind: str, instructions: list[str], told: list[str]) -> None:
     facts = {"devices": {"kind": kind, "count": 2}, "memory": 2**40, "missing": [], "bf16": instructions}
     messages = [finding.message for finding in judge_host(Host("a", 2), facts)]
     assert [message for message in messages if "bfloat16" in message] == told
@@ -160,7 +160,7 @@ def test_disk_against_checkpoints() -> None:
     assert [judge_disk(A, free, 100, kept=3).level for free in (99, 299, 300)] == ["FAIL", "WARN", "ok"]
 
 
-def test_a_differing_version_is_told_with_both() -> None:
+def test_a_differing_version_is_reported_with_both() -> None:
     facts = {host: {"same": {"torch": name, "Python": "3.11"}} for host, name in ((A, "2.13"), (B, "2.12"))}
     (finding,) = judge_versions(facts)
     assert (finding.level, finding.subject, finding.message) == ("FAIL", "b", "torch is 2.12, on a it is 2.13")

@@ -106,7 +106,7 @@ def test_without_a_mode_the_models_own_is_used(tiny: Path) -> None:
     assert without["mode"] == "nonoverlapping"
 
 
-def test_the_share_of_unknown_tokens_is_told(tiny: Path) -> None:
+def test_the_share_of_unknown_tokens_is_reported(tiny: Path) -> None:
     write_store(tiny / "strange", np.array([5, UNK, 6, UNK, 7, 8, 9, 2]))
     facts = json.loads(run_here(main, tiny / "model", "--data", tiny / "strange", "--json").out)
     assert facts["unknown_share"] == 0.25

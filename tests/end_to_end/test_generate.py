@@ -70,7 +70,7 @@ def test_the_text_on_a_terminal_is_the_same(model: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_characters_spread_over_tokens_are_written_whole_and_none_is_lost(tmp_path: Path, seed: int) -> None:
+def test_characters_spread_over_tokens_are_written_completely_and_none_is_lost(tmp_path: Path, seed: int) -> None:
     bpe = BpeTokenizer.train(["größer", "größe", "€ 5"], vocab_size=264)
     config = tiny_config("tied").model_copy(update={"vocab_size": bpe.vocab_size})
     write_tiny_model(tmp_path / "model", config, bpe)
@@ -89,7 +89,7 @@ def test_the_narrowest_choices_are_greedy(model: Path) -> None:
     assert greedy != text_of(model)
 
 
-def test_text_goes_on_through_many_segments(model: Path) -> None:
+def test_text_continues_through_many_segments(model: Path) -> None:
     assert json.loads(generate(model, "--tokens", 10 * L, "--json").out)["tokens"] == 10 * L
 
 
@@ -206,7 +206,7 @@ def test_what_was_said_is_context_until_it_is_reset(model: Path) -> None:
     assert talk(model, "w1 w2 w3\n/reset\nw4", *greedy).out == f"{first}\n{alone}\n"
 
 
-def test_help_is_told_and_quit_leaves(model: Path) -> None:
+def test_help_is_shown_and_quit_leaves(model: Path) -> None:
     done = talk(model, "/help\nw1 w2 w3\n/quit\nw4\n")
     assert done.err.count("/reset forgets the text so far") == 1
     assert done.out == generate(model, "--tokens", 9).out
@@ -230,12 +230,12 @@ def test_a_closed_standard_input_is_refused(model: Path, flags: list[str]) -> No
         expect_refusal(run_here(main, model, *flags), "standard input: is closed")
 
 
-def test_an_empty_line_goes_on(model: Path) -> None:
+def test_an_empty_line_continues(model: Path) -> None:
     longer = json.loads(generate(model, "--tokens", 27, "--json").out)["text"]
     assert " ".join(talk(model, "w1 w2 w3\n\n\n").out.split()) == " ".join(longer.split())
 
 
-def test_a_line_without_known_words_is_told_and_not_read(model: Path) -> None:
+def test_a_line_without_known_words_is_named_and_not_read(model: Path) -> None:
     done = talk(model, "Hello\nw1 w2 w3\n")
     assert done.code == 0
     assert done.err.startswith("error: prompt 'Hello': the model's dictionary has none of its words")

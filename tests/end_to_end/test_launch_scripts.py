@@ -49,7 +49,7 @@ def test_every_script_is_short_and_sound() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_missing_run_file_is_told_in_one_line(name: str, tmp_path: Path) -> None:
+def test_a_missing_run_file_is_reported_in_one_line(name: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost slots=2\n")
     before = [hosts] if name in TAKE_A_HOSTFILE else []

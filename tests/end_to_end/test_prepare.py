@@ -214,7 +214,7 @@ def test_a_corpus_of_an_earlier_version_is_described_by_what_it_records(
     assert "train_documents" not in after
 
 
-def test_another_recipe_is_refused_unless_told_to_overwrite(
+def test_another_recipe_is_refused_unless_asked_to_overwrite(
     tmp_path: Path, text: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

@@ -125,7 +125,7 @@ def test_a_supervised_run_that_is_killed_equals_one_that_was_not(folder: Path, k
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_supervisor_that_is_asked_to_stop_leaves_nobody_behind(folder: Path, number: int) -> None:
+def test_a_supervisor_that_is_asked_to_stop_leaves_no_process(folder: Path, number: int) -> None:
     run = long_run(folder, steps=4000)
     with started(folder, *SUPERVISOR) as supervisor:
         ranks = ranks_at(folder, 25, supervisor)

@@ -78,7 +78,7 @@ def test_a_run_leaves_everything_it_promises(run_file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on(run_file: Path) -> None:
+def test_a_finished_run_is_left_alone_and_a_longer_one_resumes(run_file: Path) -> None:
     folder = run_file.parent
     short = (main, run_file, "--set", "stages.1.steps=1")
     (done,) = run_ranks(1, run_here, *short)
@@ -122,7 +122,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_told_in_one_line_and_writes_nothing(run_file: Path, case: str) -> None:
+def test_wrong_input_is_reported_in_one_line_and_writes_nothing(run_file: Path, case: str) -> None:
     settings, ds, told = BAD[case]
     flags = [word for setting in settings for word in ("--set", setting)]
     if ds:

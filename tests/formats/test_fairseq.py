@@ -161,7 +161,7 @@ def follow_c2(run: RunConfig, updates: list[dict[str, Any]]) -> list[tuple[float
 
 
 @needs_oracle
-def test_training_goes_on_as_the_references_did(tmp_path: Path) -> None:
+def test_training_continues_as_the_references_did(tmp_path: Path) -> None:
     """Up to the sixth update, where float32 rounding decides on which side of a ReLU's kink a number falls."""
     transfer(fairseq.read(STAGE_1), model_folder, tmp_path / "ours")
     updates = recorded("train/c2.json")["updates"][:5]

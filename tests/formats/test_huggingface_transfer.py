@@ -97,7 +97,7 @@ def test_what_the_library_has_saved_again_is_read_too(tmp_path: Path, tokenizer:
     assert [found.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
 
 
-def test_the_optimizer_stays_behind(tmp_path: Path) -> None:
+def test_the_optimizer_is_left_out(tmp_path: Path) -> None:
     training = {"training": {"optimizer": "nag", "learning_rate": 0.5}}
     config = ModelFolderConfig.parse(tiny_config().as_data() | training, source="test")
     huggingface.write(tmp_path / "hf", source_of(config))

@@ -81,7 +81,7 @@ def test_a_crash_while_replacing_leaves_the_old_model(tmp_path: Path, monkeypatc
     assert content(tmp_path) == before
 
 
-def test_an_existing_model_is_replaced_whole(tmp_path: Path) -> None:
+def test_an_existing_model_is_replaced_completely(tmp_path: Path) -> None:
     bpe = BpeTokenizer.train(["some text", "some more text"], vocab_size=264)
     write_tiny_model(tmp_path / "model", tiny_config("untied"), bpe)
     write_tiny_model(tmp_path / "model")

@@ -30,7 +30,7 @@ def starting_at(run: RunConfig, start: Path, output: str) -> RunConfig:
         pytest.param(model_folder, "model", 0, 1, marks=pytest.mark.sweep),
     ],
 )
-def test_it_goes_on_with_step_and_optimizer(folder: Path, form: object, name: str, zero: int, world: int) -> None:
+def test_it_resumes_with_step_and_optimizer(folder: Path, form: object, name: str, zero: int, world: int) -> None:
     """At a stage's end, where lanes open anyway: so the losses are those of the run that never left."""
     whole = make_run(folder, steps=8, zero=zero, data=world, output={"keep_every": 4})
     on_ranks(whole, world)

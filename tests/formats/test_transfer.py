@@ -43,7 +43,7 @@ def slightly_wrong(path: Path, source: ModelSource, **_: int) -> None:
 original_write = model_folder.write
 
 
-def test_the_certificate_is_in_the_folder_or_beside_the_file(tmp_path: Path, source: ModelSource) -> None:
+def test_the_certificate_is_in_the_folder_or_next_to_the_file(tmp_path: Path, source: ModelSource) -> None:
     transfer(source, model_folder, tmp_path / "again")
     transfer(source, fairseq, tmp_path / "again.pt")
     for path in (tmp_path / "again" / "certificate.json", tmp_path / "again.pt.certificate.json"):
@@ -73,7 +73,7 @@ def test_what_is_not_a_number_is_never_proven(tmp_path: Path, source: ModelSourc
     assert not certify(source, broken).passed
 
 
-def test_a_crash_leaves_nothing_behind(tmp_path: Path, source: ModelSource) -> None:
+def test_a_crash_leaves_nothing(tmp_path: Path, source: ModelSource) -> None:
     before = content(tmp_path)
 
     def weight(name: str) -> torch.Tensor:
@@ -89,9 +89,7 @@ def test_a_crash_leaves_nothing_behind(tmp_path: Path, source: ModelSource) -> N
 
 @pytest.mark.parametrize("kind", ["adaptive", "tied", "untied"])
 @pytest.mark.parametrize(("positions", "cache"), [("infused", True), ("infused", False), ("added", False)])
-def test_layer_by_layer_gives_what_the_whole_model_gives(
-    tmp_path: Path, kind: str, positions: str, cache: bool
-) -> None:
+def test_layer_by_layer_gives_what_the_full_model_gives(tmp_path: Path, kind: str, positions: str, cache: bool) -> None:
     config = tiny_config(kind, positions=positions, cache=cache)
     write_tiny_model(tmp_path / "model", config)
     text = fixed_text(config)

@@ -234,7 +234,7 @@ def go_on_in_both(run: RunConfig, zero: int, checkpoint: Path, folder: Path, set
         pytest.param("nag", 2, 1, marks=pytest.mark.sweep),
     ],
 )
-def test_a_plain_engine_goes_on_as_ours_does(folder: Path, optimizer: str, zero: int, data: int) -> None:
+def test_a_plain_engine_continues_as_ours_does(folder: Path, optimizer: str, zero: int, data: int) -> None:
     run = make_run(folder, "elsewhere", data=data, zero=zero, steps=6, optimizer=OPTIMIZERS[optimizer])
     checkpoint = folder / optimizer / "checkpoints" / f"global_step{STEPS}"
     run_ranks(data, go_on_in_both, run, zero, checkpoint, folder / f"{optimizer}_universal", {})
@@ -313,7 +313,7 @@ def load_in_half_precision(run: RunConfig, folder: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_in_half_precision_the_master_copy_is_whole(folder: Path) -> None:
+def test_in_half_precision_the_master_copy_is_complete(folder: Path) -> None:
     run = make_run(folder, "elsewhere", data=2, zero=1, steps=6, optimizer=OPTIMIZERS["adamw"])
     run_ranks(2, load_in_half_precision, run, folder / "adamw_universal")
 
@@ -328,7 +328,7 @@ def load_with_a_schedule(run: RunConfig, folder: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_a_schedule_of_deepspeeds_own_goes_on_at_the_step(folder: Path) -> None:
+def test_a_schedule_of_deepspeeds_own_resumes_at_the_step(folder: Path) -> None:
     run = make_run(folder, "elsewhere", zero=1, steps=6, optimizer=OPTIMIZERS["adamw"])
     run_ranks(1, load_with_a_schedule, run, folder / "adamw_universal")
 

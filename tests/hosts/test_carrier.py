@@ -115,7 +115,9 @@ def test_ranks_of_this_machine_inherit_them(secret: str) -> None:
         assert environment[LAUNCH] == "key"
 
 
-def test_a_question_carries_variables_where_nobody_sees_them(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_carries_variables_where_no_other_user_sees_them(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[list[str], str]] = []
 
     def run(words: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ FOUND = {
 }
 
 
-def test_mpich_is_told_by_its_variable_outside_a_step_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpich_is_recognised_by_its_variable_outside_a_step_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     become(monkeypatch, {"PMI_SIZE": "4"})
     assert find_launcher().name == "mpirun"
 
@@ -36,7 +36,7 @@ def launcher_named(name: str) -> Launcher:
 
 
 @pytest.mark.parametrize("expected", FOUND)
-def test_launchers_are_told_apart_also_inside_a_slurm_job(monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
+def test_launchers_are_distinguished_also_inside_a_slurm_job(monkeypatch: pytest.MonkeyPatch, expected: str) -> None:
     become(monkeypatch, FOUND[expected])
     assert find_launcher().name == expected
 

@@ -94,7 +94,7 @@ def vocabulary() -> Iterator[AdaptiveVocabulary]:
 
 @pytest.mark.parametrize("size", [0.5, 3.0, 12.0])
 @pytest.mark.parametrize("count", [1, 2, 5, 12, 37, 50])
-def test_the_likeliest_are_those_of_the_whole_distribution(
+def test_the_likeliest_are_those_of_the_full_distribution(
     vocabulary: AdaptiveVocabulary, count: int, size: float
 ) -> None:
     x_ND = features(40, size=size)
@@ -234,7 +234,7 @@ def dense_mixture(whole: Tensor, weight: float) -> Tensor:
 
 @pytest.mark.parametrize("size", [0.5, 4.0])
 @pytest.mark.parametrize("weight", [0.0, 0.25, 0.9, 1.0])
-def test_a_mixture_is_that_of_the_whole_distributions(
+def test_a_mixture_is_that_of_the_full_distributions(
     vocabulary: AdaptiveVocabulary, size: float, weight: float
 ) -> None:
     x_ND = features(20, size=size)

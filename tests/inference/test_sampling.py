@@ -128,7 +128,7 @@ def test_the_narrowest_choice_is_greedy(sampler: Sampler) -> None:
     assert continuation(model, [5, 9], sampler) == continuation(model, [5, 9])
 
 
-def test_text_goes_on_through_many_segments() -> None:
+def test_text_continues_through_many_segments() -> None:
     tokens = continuation(tiny_model(tiny_config()), [5], Sampler(), tokens=150)
     assert len(tokens) == 150
     assert set(tokens) <= set(range(VOCAB_SIZE))
@@ -136,7 +136,7 @@ def test_text_goes_on_through_many_segments() -> None:
 
 
 @pytest.mark.parametrize("positions", ["infused", "added"])
-def test_a_model_that_predicts_no_numbers_is_told(positions: str) -> None:
+def test_a_model_that_predicts_no_numbers_is_refused(positions: str) -> None:
     model = tiny_model(tiny_config(positions=positions))
     with torch.no_grad():
         next(iter(model.blocks.parameters())).fill_(math.nan)
@@ -170,7 +170,7 @@ def test_pieces_make_up_the_text_whatever_the_tokens_are(tokenizer: Tokenizer, s
     assert "".join(pieces(text, tokens)) == text.text == tokenizer.decode(tokens)
 
 
-def test_a_character_is_shown_when_it_is_whole() -> None:
+def test_a_character_is_shown_when_it_is_complete() -> None:
     tokenizer = BpeTokenizer.train(["a"], vocab_size=260)  # nothing but bytes
     shown = pieces(Continuation(tokenizer), tokenizer.encode("aö€🙂b"))
     assert shown == ["a", "", "ö", "", "", "€", "", "", "", "🙂", "b", ""]

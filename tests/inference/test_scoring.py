@@ -33,7 +33,7 @@ def textbook(tokens: NDArray[np.int64], L: int, C: int) -> list[float]:
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 12, 13])
 @pytest.mark.parametrize(("L", "C"), [(4, 0), (4, 4), (4, 2), (4, 7)])
-def test_texts_around_whole_segments_are_scored_as_by_the_textbook(length: int, L: int, C: int) -> None:
+def test_texts_around_complete_segments_are_scored_as_by_the_textbook(length: int, L: int, C: int) -> None:
     counts: list[int] = []
     protocol = Protocol("cached" if C else "nonoverlapping", L, C)
     result = score(tiny_model(tiny_config()), TOKENS[:length], protocol, eos=EOS, progress=counts.append)

@@ -52,7 +52,7 @@ def screen_of(stream: io.StringIO) -> Screen:
 
 
 @given(st.lists(st.one_of(st.sampled_from(["word", "two words\n", "\n", "a\nb", ""]), st.integers(0, 3))))
-def test_lines_above_a_bar_are_whole_however_they_are_written(actions: list[str | int]) -> None:
+def test_lines_above_a_bar_are_complete_however_they_are_written(actions: list[str | int]) -> None:
     """A number draws a bar of that number; 0 removes it."""
     stream, text, bar = io.StringIO(), "", ""
     terminal = Terminal(stream)
@@ -80,7 +80,7 @@ def test_a_line_of_another_rank_takes_the_place_of_the_bar() -> None:
     assert (screen.lines, screen.last) == (["short"], "[bar]")
 
 
-def test_the_bar_tells_everything_where_there_is_room() -> None:
+def test_the_bar_shows_everything_where_there_is_room() -> None:
     bar = LINE.bar(121, 200)
     assert [bar.index(fact) for fact in FACTS] == sorted(bar.index(fact) for fact in FACTS)
     assert "(40% of peak)" in replace(LINE, peak_share=0.4).bar(121, 200)
@@ -96,7 +96,7 @@ def test_a_narrow_bar_leaves_facts_out_and_cuts_none(width: int) -> None:
     assert left == "" or width < 30
 
 
-def test_the_line_tells_the_same() -> None:
+def test_the_line_says_the_same() -> None:
     line = replace(LINE, note=", skipped").line()
     for fact in ("step 120/400, stage 1/2", "loss 4.3211", "gradient norm 0.500", "learning rate 0.25", *FACTS[6:]):
         assert fact in line

@@ -207,7 +207,7 @@ def test_a_launch_leaves_a_line(tmp_path: Path) -> None:
     assert first.began is not None
 
 
-def test_a_run_that_will_go_on_has_not_ended_its_session(tmp_path: Path) -> None:
+def test_a_run_that_will_resume_has_not_ended_its_session(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     Driver(run).go(4).journal.__exit__(ValueError, ValueError(), None)
     assert not any("session_end" in tag for tag in board(run).PluginTagToContent("hparams"))
@@ -290,13 +290,13 @@ def test_the_time_left_counts_what_the_last_stage_costs(tmp_path: Path, capsys: 
         assert capsys.readouterr().err.splitlines()[-1].endswith(f", 0:{minutes:02d}:{seconds:02d} left")
 
 
-def test_monitors_of_deepspeed_are_told(tmp_path: Path) -> None:
+def test_monitors_of_deepspeed_are_mentioned(tmp_path: Path) -> None:
     driver = Driver(a_run(tmp_path)).go(4)
     told = {tag for values in driver.told for tag in values}
     assert {"loss/train", "perplexity/valid", "speed/tokens_per_second"} <= told
 
 
-def test_a_peak_is_told_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_is_shown_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     assert peak_flops(gpu, torch.bfloat16, ranks=8) == 8 * 312e12

@@ -147,7 +147,7 @@ def test_every_layer_sees_what_the_references_layers_see() -> None:
             np.testing.assert_allclose(cache.layers[layer], record["ln_in"][window][layer], atol=1e-5)
 
 
-def test_the_whole_adaptive_distribution_is_the_references() -> None:
+def test_the_full_adaptive_distribution_is_the_references() -> None:
     record = np.load(ORACLE / "logprobs_full.npz")
     model = reference_model("b_final")
     words = torch.arange(record["logprob"].shape[-1])

@@ -76,7 +76,7 @@ def test_equal_figures_are_no_order() -> None:
     assert claim.test(found).state == "does not hold"
 
 
-def test_never_is_told_as_such() -> None:
+def test_never_is_shown_as_such() -> None:
     outcome = judge({"share": Figures((0.5, math.inf))}, lambda values: values[0] < 1)
     assert (outcome.state, outcome.evidence) == ("does not hold", "share never")
 
@@ -84,7 +84,7 @@ def test_never_is_told_as_such() -> None:
 @pytest.mark.parametrize(
     ("values", "holds"), [((3, 4, 5, 2, 1), True), ((3, 2, 2), False), ((1, 2, 3), False), ((5, 4, 1, 2), False)]
 )
-def test_a_fall_may_begin_behind_the_shortest(values: tuple[float, ...], holds: bool) -> None:
+def test_a_fall_may_begin_after_the_shortest(values: tuple[float, ...], holds: bool) -> None:
     assert falls_from_its_peak(values) == holds
 
 

@@ -111,7 +111,7 @@ def test_every_run_of_a_table_is_a_valid_run(number: int, scale: ExperimentScale
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
-def test_names_tell_runs_apart_and_tables_share_runs(scale: ExperimentScale) -> None:
+def test_names_distinguish_runs_and_tables_share_runs(scale: ExperimentScale) -> None:
     specs = {spec.with_seed(seed) for table in all_tables() for spec in table.at(scale).needs() for seed in (1, 2)}
     by_name: dict[str, RunConfig] = {}
     for spec in specs:

@@ -39,7 +39,7 @@ def hidden_share(setup: Setup, stage: Stage) -> float:
     return (time.data - time.exposed) / time.compute
 
 
-def test_zero_1_hides_messages_behind_its_last_micro_batch_only() -> None:
+def test_zero_1_hides_messages_during_its_last_micro_batch_only() -> None:
     assert hidden_share(setup_with(), STAGE) == pytest.approx(2 / 3 / STAGE.accumulation)
     assert hidden_share(setup_with(zero_stage=2), STAGE) == pytest.approx(2 / 3)
     assert hidden_share(setup_with(overlaps=False), STAGE) == 0

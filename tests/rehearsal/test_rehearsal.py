@@ -157,7 +157,7 @@ def test_a_tensor_left_on_the_host_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_too_large_is_told_what_would_fit(tmp_path: Path) -> None:
+def test_a_run_that_is_too_large_is_refused_with_what_would_fit(tmp_path: Path) -> None:
     hopeless, tight = in_child(_too_large, small_run(tmp_path, CASES[0]))
     settings = ("parallel.sequence to true", "parallel.recompute to true", "parallel.cache to host")
     assert hopeless.remedy == f"set {' and '.join(settings)}"

@@ -24,7 +24,7 @@ def runs(tmp_path: Path) -> tuple[RunHistory, ...]:
     return tuple(history(tmp_path, name, run) for name, run in (("a", SHORTFORMER), ("b", BASELINE), ("c", LONG)))
 
 
-def test_a_single_run_has_its_stages_behind_every_curve(runs: tuple[RunHistory, ...]) -> None:
+def test_a_single_run_has_its_stages_under_every_curve(runs: tuple[RunHistory, ...]) -> None:
     for along in ALONG:
         for chart in curves(runs[:1], along):
             assert [(band.label, band.row) for band in chart.bands] == [("L=128", None), ("L=512", None)]

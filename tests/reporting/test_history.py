@@ -71,7 +71,7 @@ def test_settings_are_one_value_a_key_and_null_is_not_set(tmp_path: Path) -> Non
     assert run.settings == (("model.layers", "3"), ("model.cache", "true"), ("stages.0.steps", "5"))
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_paths(tmp_path: Path) -> None:
     folders = [write_lines(tmp_path / "a" / "run"), write_lines(tmp_path / "b" / "run"), write_lines(tmp_path / "c")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run", "c"]
 

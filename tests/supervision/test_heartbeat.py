@@ -80,11 +80,11 @@ def test_a_rank_that_only_lost_its_connection_is_not_the_cause() -> None:
     assert Others().pass_time(100, phase="failed", follows="waiting") == []
 
 
-def test_what_a_launch_before_left_behind_does_not_count() -> None:
+def test_what_a_launch_before_left_does_not_count() -> None:
     assert Others().pass_time(100, launch="the one before", phase="failed") == []
 
 
-def test_when_all_slept_nobody_is_lost() -> None:
+def test_when_all_slept_no_rank_is_lost() -> None:
     others = Others()
     others.pass_time(4, beats=1)
     others.clock.now += 3600  # a machine that was suspended: whoever wakes first sees no beats of the others
@@ -92,7 +92,7 @@ def test_when_all_slept_nobody_is_lost() -> None:
     assert others.pass_time(16) != []
 
 
-def test_a_folder_that_is_not_shared_is_told_once(
+def test_a_folder_that_is_not_shared_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_style.supervision.heartbeat.APPEAR_SECONDS", 0.0)
@@ -182,7 +182,7 @@ def slow(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_waited_for_and_a_normal_end_is_told(tmp_path: Path) -> None:
+def test_a_slow_rank_is_waited_for_and_a_normal_end_is_logged(tmp_path: Path) -> None:
     run_ranks(2, slow, tmp_path)
     assert [seen.record.phase for seen in read_records(tmp_path).values()] == ["ended", "ended"]
     status = json.loads((tmp_path / "status.json").read_text())

@@ -67,7 +67,7 @@ def test_a_dead_owner_of_this_host_is_noticed_at_once(path: Path) -> None:
     assert FolderLock(path).take() is None
 
 
-def test_a_killed_owner_that_nobody_reaped_is_gone(path: Path) -> None:
+def test_a_killed_owner_that_was_not_reaped_is_gone(path: Path) -> None:
     """In a container whose first process reaps nobody it stays a zombie."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     held_by(path, replace(this_process(), pid=child.pid, started=started_at(child.pid)))
@@ -82,7 +82,7 @@ def test_a_pid_that_was_given_to_another_process_is_not_the_owner(path: Path) ->
     assert FolderLock(path).take() is None
 
 
-def test_a_lock_of_another_host_that_nobody_touches_is_abandoned(path: Path) -> None:
+def test_a_lock_of_another_host_that_no_process_touches_is_abandoned(path: Path) -> None:
     held_by(path, ELSEWHERE)
     time = Time()
     assert FolderLock(path, clock=time.clock, sleep=time.sleep).take() is None
