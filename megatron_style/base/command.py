@@ -120,8 +120,8 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         main()
     except UserError as error:
         if is_first_of_host():  # all processes of a host find the same mistake
-            last_words(f"error: {error}", EXIT_BAD_INPUT)
-        _tell_torchrun(f"error: {error}")
+            log(f"error: {error}")
+        _keep_words(f"error: {error}", EXIT_BAD_INPUT)  # each: a launcher ends the first one when another is faster
         sys.exit(EXIT_BAD_INPUT)
     except OnlyChecked as note:
         if is_first_of_host():
@@ -143,9 +143,14 @@ def run_command(main: Callable[[], None]) -> NoReturn:
 
 
 def last_words(line: str, code: int) -> None:
-    """Log the error with which this process ends, and leave it, under the name of its exit code, where the launch that
-    started it can repeat both: most launchers write lines of their own after it, and some exit with another code."""
+    """Log the error with which this process ends, and keep it for whoever started the process."""
     log(line)
+    _keep_words(line, code)
+
+
+def _keep_words(line: str, code: int) -> None:
+    """Leave an error, under the name of the exit code, where the launch that started this process can repeat both: most
+    launchers write lines of their own after it, and some exit with another code."""
     _tell_torchrun(line)
     folder = os.environ.get(LAST_WORDS)
     with suppress(OSError):  # on other hosts there is no such folder

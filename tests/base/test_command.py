@@ -10,23 +10,26 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron_style.base.command import log, run_command, say, show, show_table
+from megatron_style.base.command import LAST_WORDS, log, run_command, say, show, show_table
 from megatron_style.base.errors import UserError, harmless
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wrong_input_is_reported_once_per_host(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, rank: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, rank: int
 ) -> None:
     def wrong() -> None:
         raise UserError("model.layers: holds -1")
 
     monkeypatch.setenv(name, str(rank))
+    monkeypatch.setenv(LAST_WORDS, str(tmp_path))
     with pytest.raises(SystemExit) as left:
         run_command(wrong)
     assert left.value.code == 2
     assert capsys.readouterr().err == ("" if rank else "error: model.layers: holds -1\n")
+    kept = (tmp_path / "2").read_text()  # by each rank: a launcher may end the first one before it finds the mistake
+    assert kept == "error: model.layers: holds -1"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

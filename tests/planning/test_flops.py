@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron_style.config.model import ModelConfig
 from megatron_style.model.memory import memory_of
 from megatron_style.model.shape import bands
 from megatron_style.model.shortformer import Shortformer
+from megatron_style.parallel.device import products
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis
 from megatron_style.planning.text import zipf_shares
@@ -52,7 +54,8 @@ def counted_flops_per_token(config: ModelConfig, ids: torch.Tensor, cache_length
     model = Shortformer(config, VOCAB_SIZE)
     initialise(model, 1, Axis())
     memory = memory_of(config).full(config, rows=len(ids), capacity=cache_length, like=torch.empty(0))
-    with FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter:
+    without_padding = patch.object(products, "_BLOCK", 1)
+    with without_padding, FlopCounterMode(display=False, custom_mapping=CPU_KERNELS) as counter:
         output = model(ids, ids.flip(0), memory)
         (output.nll.sum() + sum(output.auxiliary.values())).backward()
     return counter.get_total_flops() / ids.numel()

@@ -22,6 +22,7 @@ from megatron_style.engine.gradients import accumulate_gradients
 from megatron_style.engine.session import distributed_session
 from megatron_style.model.kernels.parts import Parts
 from megatron_style.model.memory import Memory
+from megatron_style.parallel.device import products
 from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.parallel.randomness import Noise
 from megatron_style.parallel.topology import Topology
@@ -39,9 +40,10 @@ class Measured:
 
 
 def measure_step(world: int, run: RunConfig, *, rank: int = 0) -> Measured:
-    """Measure the step of a model without dropout, with attention that needs no scratch memory in any precision, as on
-    a GPU."""
-    with patch("megatron_style.model.attention.attend", _attend):
+    """Measure the step of a model without dropout, with attention and products that need no scratch memory in any
+    precision, as on a GPU."""
+    by_torch = patch.multiple(products, LEAST=2**62, _BLOCK=1)
+    with by_torch, patch("megatron_style.model.attention.attend", _attend):
         measured: Measured = run_ranks(world, _measure, run, rank)[rank]
     return measured
 
