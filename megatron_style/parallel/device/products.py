@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 LEAST = 2**19  # multiplications: below, the call of oneDNN costs more than it saves
 _BLOCK = 32  # rows
@@ -55,6 +56,7 @@ class _Linear(torch.autograd.Function):
         return _product(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
