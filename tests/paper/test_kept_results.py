@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,26 +16,39 @@ from megatron_style.paper.scale import scale_named
 from megatron_style.paper.tables import table
 
 KEPT = Path(__file__).parents[2] / "docs" / "results"
-TABLES = {"sotu": {1, 3, 4}, "wikitext-2": {1, 3, 4}, "wikitext-2-systems": {5}}  # at scale tiny
-SEEDS = {"sotu": 2, "wikitext-2": 2, "wikitext-2-systems": 1}
+
+
+class Page(NamedTuple):
+    scale: str
+    tables: frozenset[int]
+    seeds: int
+
+
+PAGES = {
+    "sotu": Page("tiny", frozenset({1, 3, 4}), 2),
+    "wikitext-2": Page("tiny", frozenset({1, 3, 4}), 2),
+    "wikitext-2-systems": Page("tiny", frozenset({5}), 1),
+    "wikitext-2-small": Page("small", frozenset({5}), 1),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("corpus", TABLES)
-def test_every_number_is_in_the_records(corpus: str) -> None:
-    folder = KEPT / corpus
-    kept = Experiment(scale_named("tiny"), Source("kept", folder), folder / "results", SEEDS[corpus])
+@pytest.mark.parametrize("name", PAGES)
+def test_every_number_is_in_the_records(name: str) -> None:
+    folder = KEPT / name
+    wanted = PAGES[name]
+    kept = Experiment(scale_named(wanted.scale), Source("kept", folder), folder / "results", wanted.seeds)
     page = (folder / "results.md").read_text(encoding="utf-8")
-    tables = {number: table(number).at(kept.scale) for number in TABLES[corpus]}
+    tables = {number: table(number).at(kept.scale) for number in wanted.tables}
     found = findings_of(kept, kept.tables())
     for number, each in tables.items():
         presented = present(each, found)
-        told = "the recipe of tiny has changed: `reproduce` again, and copy the results here"
+        told = f"the recipe of {wanted.scale} has changed: `reproduce` again, and copy the results here"
         assert presented.is_complete, told
         assert as_json(presented) == json.loads((folder / "results" / f"table{number}.json").read_text())
         assert as_markdown(presented) in page
     shown = {int(number) for number in re.findall(r"^## Table (\d+):", page, flags=re.MULTILINE)}
-    assert shown - {10} == TABLES[corpus]  # table 10 is planned, and has no records
+    assert shown - {10} == wanted.tables  # table 10 is planned, and has no records
 
 
 def test_kept_results_do_not_name_the_machine() -> None:
