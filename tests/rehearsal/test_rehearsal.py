@@ -4,7 +4,7 @@ Each rehearsal runs in its own process, because it changes DeepSpeed's global st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,19 @@ from megatron_style.parallel.device.peak_memory import peak_memory
 from megatron_style.parallel.layers import VocabParallelTable
 from megatron_style.rehearsal.rehearsal import Rehearsal, StageRehearsal, rehearse
 from tests.support.in_child import in_child
-from tests.support.measured_step import measure_step
+from tests.support.measured_step import measure_step, products_as_on_a_gpu
 from tests.support.runs import tiny_run
 from tests.support.training import write_corpus, write_ds_config
 
 RUNS = Path(__file__).parents[2] / "run_configs"
 VOCAB_SIZE, TOKENS = 2000, 1024
 PLENTY = 2.0**40
+
+
+@pytest.fixture(autouse=True)
+def _products_as_on_a_gpu() -> Iterator[None]:
+    with products_as_on_a_gpu():
+        yield
 
 
 @dataclass(frozen=True)

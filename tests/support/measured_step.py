@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -42,10 +43,16 @@ class Measured:
 def measure_step(world: int, run: RunConfig, *, rank: int = 0) -> Measured:
     """Measure the step of a model without dropout, with attention and products that need no scratch memory in any
     precision, as on a GPU."""
-    by_torch = patch.multiple(products, LEAST=2**62, _BLOCK=1)
-    with by_torch, patch("megatron_style.model.attention.attend", _attend):
+    with products_as_on_a_gpu(), patch("megatron_style.model.attention.attend", _attend):
         measured: Measured = run_ranks(world, _measure, run, rank)[rank]
     return measured
+
+
+@contextmanager
+def products_as_on_a_gpu() -> Iterator[None]:
+    """Leave all products to torch, without the rows that fill a block for oneDNN."""
+    with patch.multiple(products, LEAST=2**62, _BLOCK=1):
+        yield
 
 
 def _attend(q: Tensor, cached: tuple[Tensor, Tensor], inside: tuple[Tensor, Tensor], *, dropout: float) -> Tensor:
