@@ -1,7 +1,7 @@
 """Matrix products by the fastest kernel that torch has for a device and a precision.
 
-In float32 on CPUs torch calls MKL, which reaches less than half the rate of oneDNN on CPUs of other makers than Intel
-(measured on an AMD EPYC with AVX-512). torch itself uses oneDNN for 16 bits only; here it multiplies what is large.
+In float32 on CPUs torch calls MKL, which on an AMD EPYC with AVX-512 reaches less than half the rate of oneDNN. torch
+itself uses oneDNN for 16 bits only; here it multiplies what is large.
 """
 
 from __future__ import annotations
