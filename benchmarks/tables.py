@@ -1,13 +1,15 @@
-"""The training speeds of the paper's systems at some scale, measured in turns in one process.
+"""The speeds of the paper's systems at some scale, measured in turns in one process.
 
     python -m benchmarks.tables --corpus runs/tables/corpus [--scale tiny] [--table 5] [--rounds 8] \
         --output runs/tables/speeds.json
 
 Speeds that `reproduce` sees during its runs are those of a machine with other work. In a folder with `speeds.json` it
-uses these instead. A speed is that of the median of the rounds: a complete step (reading, forward, backward, update),
-with the scale's model, batch and dropout. The systems take turns, so that other work slows all of them alike. With one
-thread (OMP_NUM_THREADS=1) the clock is the process's CPU time, which stands still while the process waits for other
-work; with several it is wall time, and the machine should be idle.
+uses these instead. A speed is that of the median of the rounds: a complete step of training (reading, forward,
+backward, update) with the scale's model, batch and dropout, or an evaluation of the beginning of the held-out text, by
+the protocol of the table. Weights are random, which no speed depends on; kNN-LM needs a datastore and is left out. The
+systems take turns, so that other work slows all of them alike. With one thread (OMP_NUM_THREADS=1) the clock is the
+process's CPU time, which stands still while the process waits for other work; with several it is wall time, and the
+machine should be idle.
 """
 
 from __future__ import annotations
@@ -17,28 +19,45 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.trainers import Ours
 from megatron_style.base.files import write_atomic
+from megatron_style.config.model import ModelFolderConfig
 from megatron_style.config.run import RunConfig
-from megatron_style.data.corpus import tokenizer_beside
+from megatron_style.data.corpus import open_corpus, tokenizer_beside
+from megatron_style.data.store import open_store
 from megatron_style.engine.session import distributed_session
+from megatron_style.inference import measure as scoring
+from megatron_style.inference.arguments import add_protocol_flags, request_of
+from megatron_style.inference.scoring.modes import make_protocol
+from megatron_style.model.shortformer import Shortformer
+from megatron_style.paper.measures import Evaluated, Evaluation, speed_of
 from megatron_style.paper.runs import Model, PreparedText, RunSpec, run_config
 from megatron_style.paper.scale import SCALES, ExperimentScale
-from megatron_style.paper.speeds import speed_key
+from megatron_style.paper.speeds import OF_SCORING, OF_TRAINING, scoring_key, speed_key
 from megatron_style.paper.tables import table
-from megatron_style.parallel.topology import Topology
+from megatron_style.paper.work.evaluations import protocol_flags
+from megatron_style.parallel.sharding import initialise
+from megatron_style.parallel.topology import Axis, Topology
+from megatron_style.schedule.stages import StageSchedule
 
-WARM_UP_STEPS = 2
+WARM_UP_TURNS = 2
+SCORED_TOKENS = 4096  # per evaluation, unless the text is `short`
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+Turn = Callable[[], float]  # returns the tokens per second of one turn
 
 
 def clock_name() -> str:
     return "cpu" if torch.get_num_threads() == 1 else "wall"
+
+
+def clock() -> float:
+    return CLOCKS[clock_name()]()
 
 
 def stages_of(numbers: Sequence[int], scale: ExperimentScale) -> Iterator[tuple[Model, int]]:
@@ -51,6 +70,15 @@ def stages_of(numbers: Sequence[int], scale: ExperimentScale) -> Iterator[tuple[
                 yield spec.model, length
 
 
+def evaluations_of(numbers: Sequence[int], scale: ExperimentScale) -> Iterator[tuple[Model, int, Evaluation]]:
+    """Yield every evaluation whose speed the tables show, with its model and the length of the model's last stage."""
+    for subject, measure in (each for number in numbers for each in table(number).at(scale).measured()):
+        if not isinstance(subject, RunSpec) or not isinstance(measure, Evaluated):
+            continue
+        if measure.figure == "speed" and not measure.evaluation.neighbours:
+            yield subject.model, subject.length, measure.evaluation
+
+
 def run_of(model: Model, length: int, scale: ExperimentScale, corpus: Path) -> RunConfig:
     tokenizer = tokenizer_beside(corpus / "train")
     assert tokenizer is not None, f"{corpus} has no dictionary"
@@ -58,16 +86,51 @@ def run_of(model: Model, length: int, scale: ExperimentScale, corpus: Path) -> R
     return run_config(RunSpec(model, length), scale, text, Path("unused"))
 
 
-def measure(trainers: dict[str, Ours], tokens: int, rounds: int) -> dict[str, float]:
-    clock = CLOCKS[clock_name()]
-    seconds: dict[str, list[float]] = {key: [] for key in trainers}
-    for number in range(WARM_UP_STEPS + rounds):
-        for key, step in trainers.items():
-            begin = clock()
-            step()
-            if number >= WARM_UP_STEPS:
-                seconds[key].append(clock() - begin)
-    return {key: tokens / statistics.median(each) for key, each in seconds.items()}
+def trainer(run: RunConfig, topology: Topology) -> Turn:
+    step = Ours(run, topology)
+
+    def turn() -> float:
+        begin = clock()
+        step()
+        return run.data.tokens_per_batch / (clock() - begin)
+
+    return turn
+
+
+def scorer(run: RunConfig, spec: RunSpec, evaluation: Evaluation, scale: ExperimentScale) -> Turn:
+    corpus = open_corpus(run.data)
+    last = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=1).stages[-1]
+    config = ModelFolderConfig(
+        model=run.model, vocab_size=corpus.vocab_size, eos=corpus.eos, segment_length=last.segment_length,
+        cache_length=last.cache_length,
+    )  # fmt: skip
+    model = Shortformer(config.model, config.vocab_size)
+    initialise(model, 1, Axis())
+    model.eval()
+    assert isinstance(run.data.valid, Path)
+    tokens = open_store(run.data.valid).tokens[: scale.short_tokens if evaluation.split == "short" else SCORED_TOKENS]
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--mode")
+    add_protocol_flags(flags, lanes="1")
+    request = request_of(flags.parse_args(protocol_flags(scale, spec, evaluation, Path())), config.model)
+    protocol = make_protocol(request, config, tokens=len(tokens), where="benchmark")
+
+    def turn() -> float:
+        begin = clock()
+        measured = scoring.measure(model, tokens, protocol, eos=config.eos, topology=Topology())
+        return speed_of(replace(measured, seconds=clock() - begin).facts(None))
+
+    return turn
+
+
+def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, float]:
+    speeds: dict[str, list[float]] = {key: [] for key in turns}
+    for number in range(WARM_UP_TURNS + rounds):
+        for key, turn in turns.items():
+            speed = turn()
+            if number >= WARM_UP_TURNS:
+                speeds[key].append(speed)
+    return {key: statistics.median(each) for key, each in speeds.items()}
 
 
 def main() -> None:
@@ -81,25 +144,37 @@ def main() -> None:
     args = parser.parse_args()
     scale = SCALES[args.scale]
     with distributed_session(tensor=1) as topology:
-        found = measure(make_trainers(args.table, scale, args.corpus, topology), scale.tokens_per_batch, args.rounds)
+        training = measure(make_trainers(args.table, scale, args.corpus, topology), args.rounds)
+    with torch.inference_mode():
+        inference = measure(make_scorers(args.table, scale, args.corpus), args.rounds)
     record = {
         "scale": scale.name,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "clock": clock_name(),
         "rounds": args.rounds,
-        "tokens_per_second": found,
+        OF_TRAINING: training,
+        OF_SCORING: inference,
     }
     write_atomic(args.output, json.dumps(record, indent=1) + "\n")
-    for key, speed in found.items():
-        print(f"{key:32}{speed:10,.0f} tokens/s")
+    for key, speed in (training | inference).items():
+        print(f"{key:48}{speed:10,.0f} tokens/s")
 
 
-def make_trainers(numbers: Sequence[int], scale: ExperimentScale, corpus: Path, topology: Topology) -> dict[str, Ours]:
-    trainers = {}
-    for model, length in stages_of(numbers, scale):
-        trainers[speed_key(model, scale.length(length))] = Ours(run_of(model, length, scale, corpus), topology)
-    return trainers
+def make_trainers(numbers: Sequence[int], scale: ExperimentScale, corpus: Path, topology: Topology) -> dict[str, Turn]:
+    return {
+        speed_key(model, scale.length(length)): trainer(run_of(model, length, scale, corpus), topology)
+        for model, length in stages_of(numbers, scale)
+    }
+
+
+def make_scorers(numbers: Sequence[int], scale: ExperimentScale, corpus: Path) -> dict[str, Turn]:
+    turns = {}
+    for model, length, evaluation in evaluations_of(numbers, scale):
+        run = run_of(model, length, scale, corpus)
+        key = scoring_key(model, scale.length(length), evaluation.name)
+        turns[key] = scorer(run, RunSpec(model, length), evaluation, scale)
+    return turns
 
 
 if __name__ == "__main__":

@@ -25,7 +25,17 @@ from megatron_style.base.model_files import has_weights
 from megatron_style.base.run_folder import RunFolder
 from megatron_style.config.run import RunConfig
 from megatron_style.paper.corpus import Source, check_test_split, corpus_of, find_source, held_out
-from megatron_style.paper.measures import Evaluation, Figures, Findings, Measured, RunResult, Subject, Table
+from megatron_style.paper.measures import (
+    Evaluated,
+    Evaluation,
+    Figures,
+    Findings,
+    Measure,
+    Measured,
+    RunResult,
+    Subject,
+    Table,
+)
 from megatron_style.paper.memory import LargestBatch, PlannedStage
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import ExperimentScale
@@ -160,7 +170,7 @@ def kept_evaluation(path: Path) -> Mapping[str, Any] | None:
 
 
 def findings_of(experiment: Experiment, tables: Iterable[Table]) -> Findings:
-    """Return the figures of what is finished with every seed, so that they can be compared seed by seed."""
+    """Return the figures of what is finished with any seed, by seed, so that they can be compared seed by seed."""
     read = _Reader(experiment)
     found: dict[tuple[Subject, Measured], Figures] = {}
     for table in tables:
@@ -193,16 +203,26 @@ class _Reader:
             assert isinstance(subject, PlannedStage)
             assert isinstance(measure, LargestBatch)
             return Figures((float(measure.read(subject)),))
-        values = []
-        for seed in range(1, self._experiment.seeds + 1):
-            run = self._result(subject.with_seed(seed))
-            if run is None or not set(measure.needs) <= set(run.evaluations):
-                return None
-            value = measure.read(run, self._result(baseline.with_seed(seed)) if baseline else None)
-            if value is None:
-                return None
-            values.append(value)
-        return Figures(tuple(values))
+        seeds = range(1, self._experiment.seeds + 1)
+        figures = Figures(tuple(self._figure(subject, measure, baseline, seed) for seed in seeds))
+        return figures if figures.measured else None
+
+    def _figure(self, spec: RunSpec, measure: Measure, baseline: RunSpec | None, seed: int) -> float | None:
+        run = self._result(spec.with_seed(seed))
+        if run is None or not set(measure.needs) <= set(run.evaluations):
+            return None
+        if (apart := self._speed_apart(spec, measure)) is not None:
+            return apart
+        return measure.read(run, self._result(baseline.with_seed(seed)) if baseline else None)
+
+    def _speed_apart(self, spec: RunSpec, measure: Measure) -> float | None:
+        """Return the speed of an evaluation if it was measured apart. Those of kNN-LM need a datastore, and are not."""
+        speeds = self._experiment.speeds
+        if speeds is None or speeds.of_scoring is None:
+            return None
+        if not isinstance(measure, Evaluated) or measure.figure != "speed" or measure.evaluation.neighbours:
+            return None
+        return speeds.of_evaluation(spec.model, self._experiment.scale.length(spec.length), measure.evaluation.name)
 
     def _result(self, spec: RunSpec) -> RunResult | None:
         if spec not in self._results:

@@ -1,4 +1,5 @@
-"""Judges figures: an outcome holds if a test holds with every seed; the evidence has mean and spread."""
+"""Judges figures: an outcome holds if a test holds with every seed that has all of its figures. The evidence has mean
+and spread over these seeds."""
 
 from __future__ import annotations
 
@@ -25,9 +26,24 @@ def judge(figures: Mapping[str, Figures | None], test: Test) -> Outcome:
     missing = [name for name in figures if name not in found]
     if missing or not found:
         return Outcome("not tested", f"not measured: {', '.join(missing) or 'all of it'}")
-    seeds = zip(*(each.values for each in found.values()), strict=True)
-    holds = all(test(values) for values in seeds)
-    return Outcome("holds" if holds else "does not hold", ", ".join(f"{name} {each}" for name, each in found.items()))
+    by_seed = [_complete(values) for values in zip(*(each.values for each in found.values()), strict=True)]
+    seeds = [values for values in by_seed if values is not None]
+    if not seeds:
+        return Outcome("not tested", f"no seed has all of: {', '.join(found)}")
+    held = sum(map(test, seeds))
+    columns = zip(found, zip(*seeds, strict=True), strict=True)
+    evidence = ", ".join(f"{name} {Figures(values)}" for name, values in columns)
+    if 0 < held < len(seeds):
+        evidence += f"; holds with {held} of {len(seeds)} seeds"
+    elif len(seeds) < len(by_seed):
+        evidence += f"; measured with {len(seeds)} of {len(by_seed)} seeds"
+    return Outcome("holds" if held == len(seeds) else "does not hold", evidence)
+
+
+def _complete(values: Sequence[float | None]) -> tuple[float, ...] | None:
+    """Return the figures of a seed; None if one of them was not measured."""
+    measured = tuple(value for value in values if value is not None)
+    return measured if len(measured) == len(values) else None
 
 
 def grows(values: Sequence[float]) -> bool:

@@ -86,7 +86,7 @@ class Evaluated:
     def read(self, run: RunResult, baseline: RunResult | None) -> float | None:  # noqa: ARG002
         found = run.evaluations[self.evaluation]
         if self.figure == "speed":
-            return _speed(found)
+            return speed_of(found)
         loss = float(found["mixture_loss_nats" if self.evaluation.neighbours else "loss_nats"])
         if self.figure == "loss":
             return loss
@@ -136,7 +136,7 @@ class ToMatch:
         return needed / of_baseline if needed and of_baseline else None
 
 
-def _speed(found: Mapping[str, Any]) -> float:
+def speed_of(found: Mapping[str, Any]) -> float:
     """Return the tokens per second. With sliding windows it is the speed after the first window, which scores all its
     tokens at the cost of one stride: on a short text these would be most of the tokens."""
     speed = float(found["tokens_per_second"])
@@ -205,21 +205,26 @@ class Table:
 
 @dataclass(frozen=True)
 class Figures:
-    """One number per seed."""
+    """One number per seed; None where it was not measured with that seed."""
 
-    values: tuple[float, ...]
+    values: tuple[float | None, ...]
+
+    @property
+    def measured(self) -> tuple[float, ...]:
+        return tuple(value for value in self.values if value is not None)
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.values)
+        return statistics.fmean(self.measured)
 
     @property
     def spread(self) -> float | None:
         """Return the standard deviation over seeds; None with one seed."""
-        return statistics.stdev(self.values) if len(self.values) > 1 and math.isfinite(self.mean) else None
+        return statistics.stdev(self.measured) if len(self.measured) > 1 and math.isfinite(self.mean) else None
 
     def __str__(self) -> str:
-        return short(self.mean) if self.spread is None else f"{short(self.mean)} ± {short(self.spread)}"
+        # Seeds do not differ at all where they share one measurement, such as a speed that was measured apart.
+        return f"{short(self.mean)} ± {short(self.spread)}" if self.spread else short(self.mean)
 
 
 Findings = Mapping[tuple[Subject, Measured], Figures]

@@ -1,7 +1,7 @@
-"""Training speeds that were measured apart from the runs, in turns: `benchmarks/tables.py`.
+"""Speeds that were measured apart from the runs and their evaluations, in turns: `benchmarks/tables.py`.
 
-If an experiment has them, times are the tokens of a run divided by these speeds, so that other work on the machine
-during the runs does not matter.
+If an experiment has them, times are the tokens of a run divided by the speeds of training, so that other work on the
+machine during the runs does not matter. Speeds of inference are there unless the file is of an earlier version.
 """
 
 from __future__ import annotations
@@ -9,31 +9,44 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from megatron_style.base.errors import UserError
 from megatron_style.paper.runs import Model
 from megatron_style.reporting.history import Place, RunHistory
 
 SPEEDS = "speeds.json"
+OF_TRAINING = "tokens_per_second"
+OF_SCORING = "scored_tokens_per_second"
 
 
 @dataclass(frozen=True)
 class Speeds:
     path: Path
-    tokens_per_second: Mapping[str, float]
+    of_training: Mapping[str, float]
+    of_scoring: Mapping[str, float] | None
 
     def of(self, model: Model, segment_length: int) -> float:
-        key = speed_key(model, segment_length)
-        if key not in self.tokens_per_second:
+        return self._of(self.of_training, speed_key(model, segment_length))
+
+    def of_evaluation(self, model: Model, segment_length: int, evaluation: str) -> float:
+        return self._of(self.of_scoring or {}, scoring_key(model, segment_length, evaluation))
+
+    def _of(self, speeds: Mapping[str, float], key: str) -> float:
+        if key not in speeds:
             raise UserError(f"{self.path}: has no speed of {key}; measure all of them again, or remove the file")
-        return self.tokens_per_second[key]
+        return speeds[key]
 
 
 def speed_key(model: Model, segment_length: int) -> str:
     return f"{model}-L{segment_length}"
+
+
+def scoring_key(model: Model, segment_length: int, evaluation: str) -> str:
+    return f"{speed_key(model, segment_length)} {evaluation}"
 
 
 def read_speeds(folder: Path) -> Speeds | None:
@@ -42,13 +55,18 @@ def read_speeds(folder: Path) -> Speeds | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["tokens_per_second"]
-        speeds = {str(key): float(speed) for key, speed in found.items()}
+        found = json.loads(path.read_text(encoding="utf-8"))
+        of_training = _numbers(found[OF_TRAINING])
+        of_scoring = _numbers(found[OF_SCORING]) if OF_SCORING in found else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise UserError(f"{path}: is not a record of speeds; measure them again, or remove it") from None
-    if not all(0 < speed < inf for speed in speeds.values()):
+    if not all(0 < speed < inf for speed in chain(of_training.values(), (of_scoring or {}).values())):
         raise UserError(f"{path}: holds a speed that is not positive; measure them again, or remove it")
-    return Speeds(path, speeds)
+    return Speeds(path, of_training, of_scoring)
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    return {str(key): float(speed) for key, speed in found.items()}
 
 
 def at_speeds(run: RunHistory, model: Model, speeds: Speeds) -> RunHistory:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_style.paper.claims import CLAIMS, Claim
-from megatron_style.paper.judgement import falls_from_its_peak, judge, within
+from megatron_style.paper.judgement import falls_from_its_peak, grows, judge, within
 from megatron_style.paper.measures import Figures, Findings
 from megatron_style.paper.tables import (
     BASELINE,
@@ -43,7 +43,7 @@ PAPER = {**papers_findings(), **EQUAL_LOSSES}
 
 def turned(found: Findings) -> Findings:
     """What was high is low: every order is the other way round, and what was near each other is far apart."""
-    return {key: Figures(tuple((100 / value) ** 9 for value in figures.values)) for key, figures in found.items()}
+    return {key: Figures(tuple((100 / value) ** 9 for value in figures.measured)) for key, figures in found.items()}
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.text)
@@ -69,6 +69,22 @@ def test_the_evidence_has_mean_and_spread() -> None:
     assert claim.test(found).state == "holds"
 
 
+@pytest.mark.parametrize(
+    ("staged", "baseline", "state", "evidence"),
+    [
+        ((10, 14), (13, 13), "does not hold", "staged 12 ± 2.828, baseline 13; holds with 1 of 2 seeds"),
+        ((10, None), (13, 99), "holds", "staged 10, baseline 13; measured with 1 of 2 seeds"),
+        ((None, 14), (99, 13), "does not hold", "staged 14, baseline 13; measured with 1 of 2 seeds"),
+        ((10, None), (None, 13), "not tested", "no seed has all of: staged, baseline"),
+    ],
+)
+def test_a_claim_is_judged_seed_by_seed_where_all_is_measured(
+    staged: tuple[float | None, ...], baseline: tuple[float | None, ...], state: str, evidence: str
+) -> None:
+    outcome = judge({"staged": Figures(staged), "baseline": Figures(baseline)}, grows)
+    assert (outcome.state, outcome.evidence) == (state, evidence)
+
+
 def test_equal_figures_are_no_order() -> None:
     measure = perplexity(NONOVERLAPPING)
     found: Findings = {(STAGED, measure): Figures((13.0,)), (BASELINE, measure): Figures((13.0,))}
@@ -78,7 +94,7 @@ def test_equal_figures_are_no_order() -> None:
 
 def test_never_is_shown_as_such() -> None:
     outcome = judge({"share": Figures((0.5, math.inf))}, lambda values: values[0] < 1)
-    assert (outcome.state, outcome.evidence) == ("does not hold", "share never")
+    assert (outcome.state, outcome.evidence) == ("does not hold", "share never; holds with 1 of 2 seeds")
 
 
 @pytest.mark.parametrize(

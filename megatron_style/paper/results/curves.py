@@ -21,7 +21,7 @@ class Curve:
 
 def perplexity_by_time(experiment: Experiment) -> list[Curve]:
     """Return the held-out perplexity of every system of table 5 against its training time in minutes, the mean over
-    seeds; without the systems of which a seed is missing."""
+    the seeds that are finished."""
     curves = []
     for label, spec in SYSTEMS.items():
         seeds = _finished(experiment, spec)
@@ -45,13 +45,14 @@ def loss_by_position(experiment: Experiment) -> list[Curve]:
     for label, (spec, evaluation) in BY_POSITION.items():
         files = [experiment.evaluation_file(seed, evaluation) for seed in _finished(experiment, spec)]
         kept = [found["result"]["by_position"] for found in map(kept_evaluation, files) if found is not None]
-        if kept and len(kept) == experiment.seeds:
+        if kept:
             losses = tuple(statistics.fmean(each) for each in zip(*kept, strict=True))
             curves.append(Curve(label, tuple(range(1, len(losses) + 1)), losses))
     return curves
 
 
 def _finished(experiment: Experiment, spec: RunSpec) -> Sequence[RunSpec]:
-    """Return the run with every seed; nothing if one of them is not finished."""
-    seeds = [spec.with_seed(seed) for seed in range(1, experiment.seeds + 1)]
-    return seeds if spec.is_in(experiment.scale) and all(map(experiment.is_finished, seeds)) else []
+    """Return the run with every seed with which it is finished."""
+    if not spec.is_in(experiment.scale):
+        return []
+    return [run for seed in range(1, experiment.seeds + 1) if experiment.is_finished(run := spec.with_seed(seed))]

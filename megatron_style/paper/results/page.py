@@ -18,9 +18,9 @@ from megatron_style.paper.measures import Table
 from megatron_style.paper.results.charts import draw_positions, draw_table, draw_times
 from megatron_style.paper.results.curves import loss_by_position, perplexity_by_time
 from megatron_style.paper.results.keeping import keep
-from megatron_style.paper.results.presented import Presented, as_json, as_markdown, present
+from megatron_style.paper.results.presented import Presented, as_json, as_markdown, claims_as_markdown, present
 from megatron_style.paper.runs import RunSpec
-from megatron_style.paper.speeds import SPEEDS
+from megatron_style.paper.speeds import SPEEDS, Speeds
 from megatron_style.paper.tables import BASELINE
 from megatron_style.paper.work.jobs import ORIGIN
 from megatron_style.paper.work.sharing import TAKEN
@@ -84,7 +84,7 @@ def _draw_charts(experiment: Experiment, folder: Path) -> dict[str, str]:
 
 
 def _page(experiment: Experiment, tables: Sequence[Presented], charts: dict[str, str], runs: Sequence[RunSpec]) -> str:
-    parts = ["# The paper's tables, measured", "", *_setting(experiment, runs), ""]
+    parts = ["# The paper's tables, measured", "", *_setting(experiment, runs), "", claims_as_markdown(tables), ""]
     for presented in tables:
         number = presented.table.number
         parts += [as_markdown(presented), "", f"![Table {number}](results/table{number}.svg)", ""]
@@ -102,13 +102,11 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
         f"Scale `{scale.name}`: segments are {scale.shrink} times shorter than the paper's, whose lengths and epochs "
         f"name the rows. A run has {scale.steps:,} updates of {scale.tokens_per_batch * scale.processes:,} tokens; "
         f"50 of the paper's epochs are {scale.steps_of_50_epochs:,} updates.",
-        "Figures are mean and standard deviation over seeds; a claim holds if it holds with every seed.",
+        "Figures are mean and standard deviation over seeds. A claim holds if it holds with every seed that has all of "
+        "its figures.",
     ]
     if experiment.speeds:
-        lines.append(
-            "Training speeds and times are from `results/speeds.json`, measured apart from the runs, in turns; "
-            "the speeds of inference are those of the evaluations, which shared the machine with other work."
-        )
+        lines.append(_source_of_speeds(experiment.speeds))
     if scale.windows:
         lines.append(
             f"`sliding`, where the paper scores one token per window, scores 1/{scale.windows} of a window here."
@@ -127,6 +125,17 @@ def _setting(experiment: Experiment, runs: Sequence[RunSpec]) -> list[str]:
             f"cores, {origin.get('at_once')} runs at once, threads of each: {origin.get('threads')}.",
         ]
     return lines
+
+
+def _source_of_speeds(speeds: Speeds) -> str:
+    if speeds.of_scoring is None:
+        apart, rest = "Training speeds and times are", "the speeds of inference"
+    else:
+        apart, rest = "Speeds and times are", "the speeds of kNN-LM"
+    return (
+        f"{apart} from `results/speeds.json`, measured apart from the runs, in turns; "
+        f"{rest} are those of the evaluations, which shared the machine with other work."
+    )
 
 
 def _run_line(folder: Path) -> str:

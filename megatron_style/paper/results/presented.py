@@ -25,14 +25,15 @@ class Presented:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing that can be measured is missing."""
-        return not self.missing
+        """True if everything that can be measured was, with at least one seed."""
+        return all(self.seeds.values())
 
     @property
-    def missing(self) -> list[str]:
-        """Return the labels of the rows that have not been measured completely."""
+    def seeds(self) -> dict[str, frozenset[int]]:
+        """Return the seeds with which each row was measured completely, for the rows that can be measured."""
         rows = zip(self.table.rows, self.cells, strict=True)
-        return [row.label for row, cells in rows if _lacks_figures(row, cells)]
+        measured = ((row.label, _figures(row, cells)) for row, cells in rows)
+        return {label: frozenset.intersection(*map(_seeds_of, figures)) for label, figures in measured if figures}
 
     @property
     def header(self) -> list[str]:
@@ -53,14 +54,33 @@ class Presented:
         return [any(figure is not None for figure in column) for column in zip(*figures, strict=True)]
 
 
-def _lacks_figures(row: Row, cells: Sequence[Cell]) -> bool:
-    return any(cell.here is None for measure, cell in zip(row.measures, cells, strict=True) if measure is not None)
+def _figures(row: Row, cells: Sequence[Cell]) -> list[Figures | None]:
+    """Return the figures of the row's measures."""
+    return [cell.here for measure, cell in zip(row.measures, cells, strict=True) if measure is not None]
+
+
+def _seeds_of(figures: Figures | None) -> frozenset[int]:
+    values = figures.values if figures else ()
+    return frozenset(seed for seed, value in enumerate(values, start=1) if value is not None)
 
 
 def present(table: Table, found: Findings) -> Presented:
     cells = tuple(_cells(row, found) for row in table.rows)
     outcomes = tuple((claim, claim.test(found)) for claim in claims_of(table.number))
     return Presented(table, cells, outcomes)
+
+
+def claims_as_markdown(tables: Sequence[Presented]) -> str:
+    """Return a list of the tables' claims that were tested, after a line that counts them."""
+    outcomes = {claim.text: (claim, outcome) for table in tables for claim, outcome in table.outcomes}
+    tested = [(claim, outcome) for claim, outcome in outcomes.values() if outcome.state != "not tested"]
+    held = sum(outcome.state == "holds" for _, outcome in tested)
+    lines = ["## Claims", "", f"Claims of the paper that hold with every seed: {held} of {len(tested)} tested.", ""]
+    lines += ["| claim | tables | outcome |", "|---|---|---|"]
+    for claim, outcome in tested:
+        numbers = ", ".join(map(str, claim.tables))
+        lines.append(f"| {claim.text} | {numbers} | {outcome.state} |")
+    return "\n".join(lines)
 
 
 def as_json(presented: Presented) -> dict[str, object]:
@@ -80,9 +100,21 @@ def as_markdown(presented: Presented) -> str:
     table = presented.table
     lines = [f"## Table {table.number}: {table.title}", "", *_markdown_table(presented.header, presented.lines), ""]
     lines += [f"- **{outcome.state}**: {claim.text} {outcome.evidence}." for claim, outcome in presented.outcomes]
-    if missing := presented.missing:
-        lines.append(f"- **incomplete**: not measured yet with every seed: {', '.join(missing)}.")
+    lines += _fewer_seeds(presented)
     return "\n".join(lines)
+
+
+def _fewer_seeds(presented: Presented) -> list[str]:
+    """Return lines that name the rows that were not measured with every seed."""
+    here = (cell.here for cells in presented.cells for cell in cells if cell.here)
+    all_seeds = max((len(figures.values) for figures in here), default=1)
+    lines = []
+    for seeds in dict.fromkeys(presented.seeds.values()):
+        if len(seeds) < all_seeds:
+            rows = ", ".join(label for label, each in presented.seeds.items() if each == seeds)
+            which = f"measured with seed {', '.join(map(str, sorted(seeds)))} only" if seeds else "not measured yet"
+            lines.append(f"- **incomplete**: {which}: {rows}.")
+    return lines
 
 
 def _cells(row: Row, found: Findings) -> tuple[Cell, ...]:
@@ -93,7 +125,9 @@ def _cells(row: Row, found: Findings) -> tuple[Cell, ...]:
 
 
 def _cell_as_json(cell: Cell) -> dict[str, object]:
-    return {"paper": cell.paper, "here": [_plain(value) for value in cell.here.values] if cell.here else None}
+    """Return the figures by seed: null where there is none, "never" for infinity, which JSON does not have."""
+    here = [_plain(value) for value in cell.here.values] if cell.here else None
+    return {"paper": cell.paper, "here": here}
 
 
 def _texts(cells: Sequence[Cell], published: Sequence[bool]) -> list[str]:
@@ -110,6 +144,5 @@ def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> li
     return [f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)]
 
 
-def _plain(value: float) -> float | None:
-    """Return None for infinity ("never"), which JSON does not have."""
-    return value if math.isfinite(value) else None
+def _plain(value: float | None) -> float | str | None:
+    return short(value) if value is not None and math.isinf(value) else value
