@@ -10,6 +10,7 @@ import pytest
 
 from megatron_style.config.run import RunConfig
 from megatron_style.paper.work.jobs import waves
+from megatron_style.paper.work.records import forget_records
 from megatron_style.paper.work.sharing import TAKEN, begins_like, take_over
 from megatron_style.parallel.local_ranks import run_ranks
 from megatron_style.train import train
@@ -95,6 +96,16 @@ def test_only_what_is_equal_is_shared(tmp_path: Path, other: dict[str, Any]) -> 
 def test_a_first_stage_that_ends_where_nothing_is_kept_is_not_shared(tmp_path: Path) -> None:
     taker = make_run(tmp_path, "taker", (8, 12), (24, 8))
     assert not begins_like(taker, make_run(tmp_path, "donor", (8, 20)))
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_run_that_is_trained_anew_is_evaluated_anew(tmp_path: Path, has_begun: bool) -> None:
+    run = make_run(tmp_path, "run", (8, 20)).output.path
+    (run / "evaluations").mkdir(parents=True)
+    if has_begun:
+        (run / "checkpoints").mkdir()
+    forget_records(run)
+    assert (run / "evaluations").exists() == has_begun
 
 
 def test_runs_wait_for_the_one_they_can_begin_with(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from megatron_style.paper.tables import FIRST
 from megatron_style.paper.work.evaluations import evaluation_jobs
 from megatron_style.paper.work.ownership import job_environment
 from megatron_style.paper.work.processes import Job, Workers, run_jobs
-from megatron_style.paper.work.records import is_complete, take_records
+from megatron_style.paper.work.records import forget_records, is_complete, take_records
 from megatron_style.paper.work.sharing import begins_like, checkpoint_for, take_over
 
 ORIGIN = "origin.json"
@@ -159,6 +159,7 @@ def _training_job(run: RunConfig, donors: Sequence[RunConfig], processes: int, o
     folder = run.output.path
 
     def begin() -> None:
+        forget_records(folder)
         if (found := take_over(run, donors)) is not None:
             log(f"{folder.name}: begins with {found.parents[1].name} at step {run.stages[0].steps}")
         write_atomic(folder / ORIGIN, json.dumps(origin) + "\n")

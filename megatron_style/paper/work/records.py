@@ -36,6 +36,12 @@ def take_records(experiment: Experiment, needs: Mapping[RunSpec, Collection[Eval
         log(f"{target.name}: its records are complete in {results}; not trained again")
 
 
+def forget_records(run: Path) -> None:
+    """Remove the evaluations of a run that is trained anew, although its records were there: they are of that model."""
+    if not RunFolder(run).checkpoints.exists():
+        shutil.rmtree(run / "evaluations", ignore_errors=True)
+
+
 def runs_in(results: Path) -> Path:
     """Return the folder of the records in kept results, or refuse a folder that has none."""
     found = results / "results" / "runs"
