@@ -36,7 +36,7 @@ def times(labels: list[str]) -> list[Curve]:
     ]
 
 
-def test_every_system_is_named_at_the_end_of_its_curve(tmp_path: Path) -> None:
+def test_every_system_is_named_with_its_last_perplexity(tmp_path: Path) -> None:
     drawn = text_of(lambda path: draw_times(times(list(SYSTEMS)), "A title", path), tmp_path)
     for index, label in enumerate(SYSTEMS):
         assert f">{label}  {50 + 10 * index}<" in drawn

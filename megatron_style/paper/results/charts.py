@@ -8,7 +8,9 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from megatron_style.paper.measures import short
@@ -41,18 +43,22 @@ def draw_table(presented: Presented, path: Path) -> None:
 
 
 def draw_times(curves: Sequence[Curve], title: str, path: Path) -> None:
-    """Draw perplexity against training time, with the name of each system at the end of its curve."""
+    """Draw perplexity against training time. The legend is a ranking: each system with its last perplexity."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots()
-    for curve in curves:
+    for curve in sorted(curves, key=lambda curve: curve.ys[-1]):
         width = 2.6 if any(word in curve.label for word in _STAGED) else 1.2
-        axes.plot(curve.xs, curve.ys, "-", linewidth=width, color=_COLOURS[curve.label])
-        axes.plot(curve.xs[-1], curve.ys[-1], "o", markersize=4, color=_COLOURS[curve.label])
+        name = f"{curve.label}  {short(curve.ys[-1])}"
+        axes.plot(
+            curve.xs, curve.ys, "-o", markevery=[-1], label=name, linewidth=width, color=_COLOURS[curve.label]
+        )  # fmt: skip
     _perplexity_axis(axes, curves)
-    _name_the_ends(axes, curves)
+    axes.set_xlim(left=0)
     axes.set(xlabel="training time (minutes)", ylabel="held-out perplexity", title=title)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
+    legend = axes.legend(frameon=False, title="at the end (thick: staged)", loc="center left", bbox_to_anchor=(1, 0.5))
+    legend.get_title().set_fontsize("small")
     _save(figure, path)
 
 
@@ -65,28 +71,6 @@ def _perplexity_axis(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _name_the_ends(axes: Axes, curves: Sequence[Curve], gap: float = 0.042) -> None:
-    """Write the names next to the ends of the curves, far enough apart to be read."""
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    last = max(curve.xs[-1] for curve in curves)
-    axes.set_xlim(0, last * 1.42)
-    place = -math.inf
-    for curve in sorted(curves, key=lambda curve: curve.ys[-1]):
-        end = (math.log(curve.ys[-1]) - low) / (high - low)
-        place = max(end, place + gap)
-        weight = "bold" if any(word in curve.label for word in _STAGED) else "normal"
-        axes.annotate(
-            f"{curve.label}  {short(curve.ys[-1])}",
-            (curve.xs[-1], curve.ys[-1]),
-            (last * 1.06, math.exp(low + place * (high - low))),
-            va="center",
-            color=_COLOURS[curve.label],
-            fontsize=9,
-            fontweight=weight,
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": _COLOURS[curve.label], "shrinkB": 2},
-        )
 
 
 def draw_positions(curves: Sequence[Curve], title: str, path: Path) -> None:
@@ -186,15 +170,24 @@ def _draw_columns(presented: Presented, path: Path) -> None:
 
 def _draw_column(axes: Axes, presented: Presented, index: int) -> None:
     pairs = [cells[index] for cells in presented.cells]
+    line = "-" if _is_series(presented) else ""
     here = [figures.mean if figures and math.isfinite(figures.mean) else math.nan for _, figures in pairs]
     spread = [(figures.spread if figures else None) or 0.0 for _, figures in pairs]
-    measured = axes.errorbar(range(len(pairs)), here, yerr=spread, fmt="o-", capsize=3, label="here")
-    paper_axes = axes.twinx()
-    paper = [math.nan if figure is None else figure for figure, _ in pairs]
-    (published,) = paper_axes.plot(range(len(pairs)), paper, "s--", color="tab:gray", label="paper")
-    paper_axes.set_ylabel("paper", color="tab:gray")
-    axes.legend(handles=[measured, published], frameon=False, fontsize="small")
+    shown: list[Line2D | ErrorbarContainer] = [
+        axes.errorbar(range(len(pairs)), here, yerr=spread, fmt=f"o{line}", capsize=3, label="here")
+    ]
     axes.grid(alpha=0.3)
+    paper = [math.nan if figure is None else figure for figure, _ in pairs]
+    if not all(map(math.isnan, paper)):
+        paper_axes = axes.twinx()
+        shown += paper_axes.plot(range(len(pairs)), paper, f"s{line}", color="tab:gray", label="paper")
+        paper_axes.set_ylabel("paper", color="tab:gray")
+    axes.legend(handles=shown, frameon=False, fontsize="small")
+
+
+def _is_series(presented: Presented) -> bool:
+    """True if the rows are one model at several lengths, so that a line between them means something."""
+    return len({spec.model for row in presented.table.rows if isinstance(spec := row.subject, RunSpec)}) == 1
 
 
 def _save(figure: Figure, path: Path) -> None:
