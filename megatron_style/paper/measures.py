@@ -224,13 +224,13 @@ class Figures:
 
     def __str__(self) -> str:
         # Seeds do not differ at all where they share one measurement, such as a speed that was measured apart.
-        return f"{short(self.mean)} ± {short(self.spread)}" if self.spread else short(self.mean)
+        return f"{short(self.mean)} ± {short(self.spread, digits=2)}" if self.spread else short(self.mean)
 
 
 Findings = Mapping[tuple[Subject, Measured], Figures]
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 4) -> str:
     if math.isinf(value):
         return "never"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"

@@ -65,14 +65,14 @@ def test_the_evidence_has_mean_and_spread() -> None:
     measure = perplexity(NONOVERLAPPING)
     found: Findings = {(STAGED, measure): Figures((10.0, 12.0)), (BASELINE, measure): Figures((13.0, 13.5))}
     (claim,) = (claim for claim in CLAIMS if claim.text == "Staged training ends better than the baseline.")
-    assert claim.test(found).evidence == "staged 11 ± 1.414, baseline 13.25 ± 0.3536"
+    assert claim.test(found).evidence == "staged 11 ± 1.4, baseline 13.25 ± 0.35"
     assert claim.test(found).state == "holds"
 
 
 @pytest.mark.parametrize(
     ("staged", "baseline", "state", "evidence"),
     [
-        ((10, 14), (13, 13), "does not hold", "staged 12 ± 2.828, baseline 13; holds with 1 of 2 seeds"),
+        ((10, 14), (13, 13), "does not hold", "staged 12 ± 2.8, baseline 13; holds with 1 of 2 seeds"),
         ((10, None), (13, 99), "holds", "staged 10, baseline 13; measured with 1 of 2 seeds"),
         ((None, 14), (99, 13), "does not hold", "staged 14, baseline 13; measured with 1 of 2 seeds"),
         ((10, None), (None, 13), "not tested", "no seed has all of: staged, baseline"),
