@@ -44,15 +44,16 @@ def main() -> None:
     scale = scale_named(args.scale)
     tables = [table(number).at(scale) for number in dict.fromkeys(args.table)]
     experiment = open_experiment(scale, tables, corpus=args.corpus, output=args.output, seeds=args.seeds)
+    check_seed(args.only_seed, experiment.seeds)
     if args.emit:
-        show_commands(emit(experiment, tables), as_json=args.json)
+        show_commands(emit(experiment, tables, only_seed=args.only_seed), as_json=args.json)
         return
     if not args.collect:
         check_faiss(scale, tables)
         needs_runs = bool(experiment.runs_of(tables))
         at_once = jobs_at_once(args.jobs, scale, has_gpus=has_gpus()) if needs_runs else 1
         with sole_owner(args.output):
-            measure(experiment, tables, at_once=at_once, kept=args.kept)
+            measure(experiment, tables, at_once=at_once, kept=args.kept, only_seed=args.only_seed)
     show_results(experiment, write_results(experiment, tables), in_json=args.json)
 
 
@@ -71,6 +72,7 @@ def parse_args() -> argparse.Namespace:
         help="a prepared corpus, or text files named train, valid and test; default: the built-in one",
     )  # fmt: skip
     add("--seeds", type=positive_int, metavar="N", help="runs per row; default: that of the scale")
+    add("--only-seed", type=positive_int, metavar="K", help="work on this one of the seeds, another machine on another")
     add("--jobs", type=positive_int, metavar="N", help="runs at once; default: one per CPU, one on GPUs")
     add(
         "--kept", type=Path, nargs="+", default=[], metavar="DIR",
@@ -90,8 +92,15 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--collect: {args.output} does not exist; give the --output of an earlier call")
     if args.emit and (args.collect or args.kept):
         raise UserError("--emit: prints the commands of all runs; leave out --collect and --kept")
+    if args.collect and args.only_seed:
+        raise UserError("--collect: shows what is measured with every seed; leave out --only-seed")
     for results in args.kept:
         runs_in(results)
+
+
+def check_seed(only: int | None, seeds: int) -> None:
+    if only and only > seeds:
+        raise UserError(f"--only-seed {only}: the seeds are 1 to {seeds}; raise --seeds, or choose one of them")
 
 
 def check_faiss(scale: ExperimentScale, tables: Sequence[Table]) -> None:

@@ -207,6 +207,9 @@ def test_emitted_commands_find_their_text(tmp_path: Path, texts: Path) -> None:
         assert len(open_store(run.data.train)) == 9900
         assert len(open_store(run.data.valid)) == 600
     assert not list((tmp_path / "out").rglob("metrics.jsonl"))
+    for seed in (1, 2):
+        lines = run_here(main, *emit, tmp_path / "corpus", "--seeds", 2, "--only-seed", seed).out.splitlines()
+        assert [load_run(Path(line.split()[-1])).seed for line in lines] == [seed, seed]
 
 
 def test_bad_input_is_named_in_one_line_and_leaves_nothing(
@@ -230,6 +233,8 @@ def test_bad_input_is_named_in_one_line_and_leaves_nothing(
         (("--table", 1, "--scale", "huge", *new), "--scale huge", "tiny"),
         (("--table", 1, "--seeds", 0, *new), "--seeds: '0'", "at least 1"),
         (("--table", 1, "--jobs", 0, *new), "--jobs: '0'", "at least 1"),
+        (("--table", 1, "--seeds", 2, "--only-seed", 3, *new), "--only-seed 3", "seeds are 1 to 2"),
+        (("--table", 1, "--only-seed", 1, "--collect", "--output", tmp_path / "other"), "--collect", "--only-seed"),
         (("--table", 1, "--output", tmp_path / "file"), "is a file"),
         (("--table", 1, "--corpus", tmp_path / "no", *new), "no such folder"),
         (("--table", 1, "--corpus", tmp_path / "empty", *new), "no file with `train`"),

@@ -52,11 +52,19 @@ def jobs_at_once(wanted: int | None, scale: ExperimentScale, *, has_gpus: bool) 
     return wanted or (1 if has_gpus else usable_cpus())
 
 
-def measure(experiment: Experiment, tables: Sequence[Table], *, at_once: int, kept: Sequence[Path] = ()) -> None:
-    """Prepare the corpus, train and evaluate: everything that the tables need and that is not done yet, here or in the
-    `kept` results of other experiments."""
+def measure(
+    experiment: Experiment,
+    tables: Sequence[Table],
+    *,
+    at_once: int,
+    kept: Sequence[Path] = (),
+    only_seed: int | None = None,
+) -> None:
+    """Prepare the corpus, train and evaluate: everything that the tables need, with every seed or with one only, and
+    that is not done yet, here or in the `kept` results of other experiments."""
     write_record(experiment)
-    needs = needed_evaluations(experiment, tables)
+    wanted = needed_evaluations(experiment, tables)
+    needs = {spec: evaluations for spec, evaluations in wanted.items() if only_seed in (None, spec.seed)}
     if not needs:
         return
     workers = Workers.sharing_the_cores(at_once, job_environment(experiment.output))
@@ -66,11 +74,12 @@ def measure(experiment: Experiment, tables: Sequence[Table], *, at_once: int, ke
     _run_all(experiment, needs, workers)
 
 
-def emit(experiment: Experiment, tables: Sequence[Table]) -> list[tuple[str, ...]]:
+def emit(experiment: Experiment, tables: Sequence[Table], *, only_seed: int | None = None) -> list[tuple[str, ...]]:
     """Write the run files and return the commands, for another machine to run. Every run is trained from its first
     step, because beginning with another run's checkpoint gives the same result."""
     source = experiment.source
-    specs = [spec for spec in experiment.runs_of(tables) if not experiment.is_finished(spec)]
+    wanted = [spec for spec in experiment.runs_of(tables) if only_seed in (None, spec.seed)]
+    specs = [spec for spec in wanted if not experiment.is_finished(spec)]
     if specs and not source.is_ready and not experiment.scale.is_paper:
         raise UserError(f"--emit: {source.folder} must be prepared first; run {shlex.join(source.prepare or ())}")
     write_record(experiment)
