@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tables import evaluations_of, stages_of
 from megatron_style.base.errors import UserError
 from megatron_style.config.run_file import save_run
 from megatron_style.paper.corpus import Source
 from megatron_style.paper.experiment import Experiment, findings_of
-from megatron_style.paper.measures import TrainSpeed
+from megatron_style.paper.measures import Evaluated, TrainSpeed
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import scale_named
-from megatron_style.paper.speeds import OF_SCORING, OF_TRAINING, SPEEDS, read_speeds
+from megatron_style.paper.speeds import OF_SCORING, OF_TRAINING, SPEEDS, read_speeds, scoring_key, speed_key
 from megatron_style.paper.tables import NONOVERLAPPING, perplexity, speed, table
 
 SCALE = scale_named("miniature")
@@ -49,6 +50,21 @@ def speeds(experiment: Experiment) -> tuple[float, float]:
 
 def write_speeds(folder: Path, **record: object) -> None:
     (folder / SPEEDS).write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 5, 9])
+def test_the_benchmark_measures_what_the_table_shows(number: int) -> None:
+    scale = scale_named("small")
+    training = {speed_key(model, scale.length(length)) for model, length in stages_of([number], scale)}
+    scoring = {
+        scoring_key(model, scale.length(length), each.name) for model, length, each in evaluations_of([number], scale)
+    }
+    for subject, measure in table(number).at(scale).measured():
+        assert isinstance(subject, RunSpec)
+        lengths = filter(None, (subject.first_length, subject.length))
+        assert {speed_key(subject.model, scale.length(length)) for length in lengths} <= training
+        if isinstance(measure, Evaluated) and measure.figure == "speed" and not measure.evaluation.neighbours:
+            assert scoring_key(subject.model, scale.length(subject.length), measure.evaluation.name) in scoring
 
 
 def test_without_them_speeds_are_those_of_the_run(experiment: Experiment) -> None:
