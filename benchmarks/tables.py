@@ -27,20 +27,22 @@ import torch
 
 from benchmarks.trainers import Ours
 from megatron_style.base.files import write_atomic
-from megatron_style.config.model import ModelFolderConfig
+from megatron_style.config.model import ModelConfig
 from megatron_style.config.run import RunConfig
 from megatron_style.data.corpus import open_corpus, tokenizer_beside
 from megatron_style.data.store import open_store
 from megatron_style.engine.session import distributed_session
+from megatron_style.formats.model_folder import folder_config
 from megatron_style.inference import measure as scoring
 from megatron_style.inference.arguments import add_protocol_flags, request_of
 from megatron_style.inference.scoring.modes import make_protocol
+from megatron_style.inference.scoring.protocol import Request
 from megatron_style.model.shortformer import Shortformer
 from megatron_style.paper.measures import Evaluated, Evaluation, speed_of
 from megatron_style.paper.runs import Model, PreparedText, RunSpec, run_config
 from megatron_style.paper.scale import SCALES, ExperimentScale
 from megatron_style.paper.speeds import OF_SCORING, OF_TRAINING, scoring_key, speed_key
-from megatron_style.paper.tables import table
+from megatron_style.paper.tables import all_tables, table
 from megatron_style.paper.work.evaluations import protocol_flags
 from megatron_style.parallel.sharding import initialise
 from megatron_style.parallel.topology import Axis, Topology
@@ -71,12 +73,17 @@ def stages_of(numbers: Sequence[int], scale: ExperimentScale) -> Iterator[tuple[
 
 
 def evaluations_of(numbers: Sequence[int], scale: ExperimentScale) -> Iterator[tuple[Model, int, Evaluation]]:
-    """Yield every evaluation whose speed the tables show, with its model and the length of the model's last stage."""
-    for subject, measure in (each for number in numbers for each in table(number).at(scale).measured()):
-        if not isinstance(subject, RunSpec) or not isinstance(measure, Evaluated):
-            continue
-        if measure.figure == "speed" and not measure.evaluation.neighbours:
-            yield subject.model, subject.length, measure.evaluation
+    """Yield what the tables evaluate and whose speed any table shows, which may be another one, with its model and the
+    length of the model's last stage."""
+    shown = set()
+    for subject, measure in (each for every in all_tables() for each in every.at(scale).measured()):
+        if isinstance(subject, RunSpec) and isinstance(measure, Evaluated) and measure.is_speed_of_model:
+            shown.add((subject.model, subject.length, measure.evaluation))
+    for spec, evaluations in (each for number in numbers for each in table(number).at(scale).needs().items()):
+        for evaluation in sorted(evaluations, key=lambda each: each.name):
+            if (found := (spec.model, spec.length, evaluation)) in shown:
+                shown.remove(found)
+                yield found
 
 
 def run_of(model: Model, length: int, scale: ExperimentScale, corpus: Path) -> RunConfig:
@@ -99,21 +106,14 @@ def trainer(run: RunConfig, topology: Topology) -> Turn:
 
 def scorer(run: RunConfig, spec: RunSpec, evaluation: Evaluation, scale: ExperimentScale) -> Turn:
     corpus = open_corpus(run.data)
-    last = StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=1).stages[-1]
-    config = ModelFolderConfig(
-        model=run.model, vocab_size=corpus.vocab_size, eos=corpus.eos, segment_length=last.segment_length,
-        cache_length=last.cache_length,
-    )  # fmt: skip
+    config = folder_config(run, corpus, StageSchedule(run, corpus_tokens=corpus.train_tokens, data_parallel=1))
     model = Shortformer(config.model, config.vocab_size)
     initialise(model, 1, Axis())
     model.eval()
     assert isinstance(run.data.valid, Path)
     tokens = open_store(run.data.valid).tokens[: scale.short_tokens if evaluation.split == "short" else SCORED_TOKENS]
-    flags = argparse.ArgumentParser()
-    flags.add_argument("--mode")
-    add_protocol_flags(flags, lanes="1")
-    request = request_of(flags.parse_args(protocol_flags(scale, spec, evaluation, Path())), config.model)
-    protocol = make_protocol(request, config, tokens=len(tokens), where="benchmark")
+    flags = protocol_flags(scale, spec, evaluation, Path())
+    protocol = make_protocol(request(flags, config.model), config, tokens=len(tokens), where="benchmark")
 
     def turn() -> float:
         begin = clock()
@@ -121,6 +121,14 @@ def scorer(run: RunConfig, spec: RunSpec, evaluation: Evaluation, scale: Experim
         return speed_of(replace(measured, seconds=clock() - begin).facts(None))
 
     return turn
+
+
+def request(flags: Sequence[str], model: ModelConfig) -> Request:
+    """Return what the flags of `evaluate` ask for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode")
+    add_protocol_flags(parser, lanes="1")
+    return request_of(parser.parse_args(flags), model)
 
 
 def measure(turns: Mapping[str, Turn], rounds: int) -> dict[str, float]:

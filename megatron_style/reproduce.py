@@ -28,7 +28,7 @@ from megatron_style.base.errors import UserError
 from megatron_style.paper.experiment import Experiment, open_experiment
 from megatron_style.paper.measures import Table
 from megatron_style.paper.results.page import Results, write_results
-from megatron_style.paper.results.presented import Presented, as_json
+from megatron_style.paper.results.presented import Presented, as_json, gaps
 from megatron_style.paper.scale import SCALES, ExperimentScale, scale_named
 from megatron_style.paper.tables import table
 from megatron_style.paper.work.jobs import emit, jobs_at_once, measure
@@ -93,7 +93,7 @@ def check(args: argparse.Namespace) -> None:
     if args.emit and (args.collect or args.kept):
         raise UserError("--emit: prints the commands of all runs; leave out --collect and --kept")
     if args.collect and args.only_seed:
-        raise UserError("--collect: shows what is measured with every seed; leave out --only-seed")
+        raise UserError("--collect: shows what is measured with any seed; leave out --only-seed")
     for results in args.kept:
         runs_in(results)
 
@@ -148,3 +148,5 @@ def show_presented(presented: Presented) -> None:
     show_table(presented.header, presented.lines)
     for claim, outcome in presented.outcomes:
         show({outcome.state: f"{claim.text} {outcome.evidence}"}, as_json=False)
+    for gap in gaps(presented):
+        show({"incomplete": gap}, as_json=False)

@@ -93,15 +93,7 @@ def export(
 ) -> None:
     """Write the model of a finished run into the run's folder. All ranks call it: `weight` gathers a tensor from all of
     them, and returns it on the first, which writes it."""
-    last = schedule.stages[-1]
-    config = ModelFolderConfig(
-        model=run.model,
-        vocab_size=corpus.vocab_size,
-        eos=corpus.eos,
-        segment_length=last.segment_length,
-        cache_length=last.cache_length,
-        step=schedule.total_steps,
-    )
+    config = folder_config(run, corpus, schedule)
     if not is_first:
         for name in tensors_of(config):
             weight(name)
@@ -110,6 +102,19 @@ def export(
     remove_leftovers(folder)  # safe, since this run holds the folder's lock
     gathered = cast(Callable[[str], Tensor], weight)
     write_atomically(folder, ModelSource(folder, config, gathered, lambda: corpus.tokenizer))
+
+
+def folder_config(run: RunConfig, corpus: Corpus, schedule: StageSchedule) -> ModelFolderConfig:
+    """Return the `config.json` of a finished run's model."""
+    last = schedule.stages[-1]
+    return ModelFolderConfig(
+        model=run.model,
+        vocab_size=corpus.vocab_size,
+        eos=corpus.eos,
+        segment_length=last.segment_length,
+        cache_length=last.cache_length,
+        step=schedule.total_steps,
+    )
 
 
 def check_place(output: Path, known: frozenset[str] = FILES) -> None:

@@ -1,4 +1,4 @@
-"""The paper's claims, each as a function of measured figures. A claim holds if it holds with every seed."""
+"""The paper's claims, each as a function of measured figures. `judgement` says what it takes to hold."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ def _books(length: int) -> Callable[[Findings], Outcome]:
 def _by_length(
     found: Findings, model: Model, measure: Measured, longest: int | None = None
 ) -> dict[str, Figures | None]:
-    """Return the figures of the runs with one stage, shortest segments first."""
+    """Return the figures of the runs with one stage, shortest segments first. A length that was measured with one seed
+    only leaves the claim with that seed."""
     lengths = sorted(
         spec.length
         for spec, measured in found

@@ -4,7 +4,7 @@ OUTPUT/reproduction.json       the scale and the corpus, which may not change
 OUTPUT/corpus/  held_out/      the text, unless it was given prepared, and the parts of it that are scored
 OUTPUT/runs/NAME/              an ordinary run: run.yaml, metrics.jsonl, checkpoints/, model/
 OUTPUT/runs/NAME/evaluations/  what `evaluate --json` printed, with digests of the model and the text
-OUTPUT/speeds.json             training speeds that were measured apart, if there are any
+OUTPUT/speeds.json             speeds that were measured apart, if there are any
 OUTPUT/results.md  results/    tables, charts, claims, and the records they were made from
 """
 
@@ -93,14 +93,18 @@ class Experiment:
     def tables(self) -> tuple[Table, ...]:
         return tuple(table.at(self.scale) for table in all_tables())
 
-    def runs_of(self, tables: Sequence[Table]) -> list[RunSpec]:
-        """Return every run of the tables, with all seeds."""
-        return list(self.seeded(list(chain.from_iterable(table.needs() for table in tables))))
+    def runs_of(self, tables: Sequence[Table], only_seed: int | None = None) -> list[RunSpec]:
+        """Return every run of the tables, with all seeds or with one."""
+        specs = list(chain.from_iterable(table.needs() for table in tables))
+        return list(self._seeded(specs, self.seeds_or(only_seed)))
 
-    def seeded(self, specs: Sequence[RunSpec]) -> Iterator[RunSpec]:
+    def seeds_or(self, only_seed: int | None) -> Sequence[int]:
+        return [only_seed] if only_seed else range(1, self.seeds + 1)
+
+    def _seeded(self, specs: Sequence[RunSpec], seeds: Sequence[int]) -> Iterator[RunSpec]:
         """Yield each run once, although specs of two texts may be the same run at this scale."""
         seen = set()
-        for seed in range(1, self.seeds + 1):
+        for seed in seeds:
             for spec in specs:
                 if (folder := self.folder(spec.with_seed(seed))) not in seen:
                     seen.add(folder)
@@ -216,11 +220,11 @@ class _Reader:
         return measure.read(run, self._result(baseline.with_seed(seed)) if baseline else None)
 
     def _speed_apart(self, spec: RunSpec, measure: Measure) -> float | None:
-        """Return the speed of an evaluation if it was measured apart. Those of kNN-LM need a datastore, and are not."""
+        """Return the speed of an evaluation if it was measured apart."""
         speeds = self._experiment.speeds
         if speeds is None or speeds.of_scoring is None:
             return None
-        if not isinstance(measure, Evaluated) or measure.figure != "speed" or measure.evaluation.neighbours:
+        if not isinstance(measure, Evaluated) or not measure.is_speed_of_model:
             return None
         return speeds.of_evaluation(spec.model, self._experiment.scale.length(spec.length), measure.evaluation.name)
 

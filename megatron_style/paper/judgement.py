@@ -35,7 +35,7 @@ def judge(figures: Mapping[str, Figures | None], test: Test) -> Outcome:
     evidence = ", ".join(f"{name} {Figures(values)}" for name, values in columns)
     if 0 < held < len(seeds):
         evidence += f"; holds with {held} of {len(seeds)} seeds"
-    elif len(seeds) < len(by_seed):
+    if len(seeds) < len(by_seed):
         evidence += f"; measured with {len(seeds)} of {len(by_seed)} seeds"
     return Outcome("holds" if held == len(seeds) else "does not hold", evidence)
 

@@ -83,6 +83,11 @@ class Evaluated:
     def needs(self) -> tuple[Evaluation, ...]:
         return (self.evaluation,)
 
+    @property
+    def is_speed_of_model(self) -> bool:
+        """True for the speed of a model alone, which can be measured apart: kNN-LM needs a datastore."""
+        return self.figure == "speed" and not self.evaluation.neighbours
+
     def read(self, run: RunResult, baseline: RunResult | None) -> float | None:  # noqa: ARG002
         found = run.evaluations[self.evaluation]
         if self.figure == "speed":

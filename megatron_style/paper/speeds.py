@@ -33,7 +33,8 @@ class Speeds:
         return self._of(self.of_training, speed_key(model, segment_length))
 
     def of_evaluation(self, model: Model, segment_length: int, evaluation: str) -> float:
-        return self._of(self.of_scoring or {}, scoring_key(model, segment_length, evaluation))
+        assert self.of_scoring is not None
+        return self._of(self.of_scoring, scoring_key(model, segment_length, evaluation))
 
     def _of(self, speeds: Mapping[str, float], key: str) -> float:
         if key not in speeds:

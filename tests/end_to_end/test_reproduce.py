@@ -114,7 +114,10 @@ def _check_that_records_stand_for_a_run(command: tuple[object, ...], first: Path
     next(second.glob("runs/pia_cache-L16x20*/evaluations/*.json")).unlink()
     collected = json.loads(run_here(main, *command, second, "--collect", "--json").out)
     assert [row["figures"]["ppl"]["here"] is None for row in collected["tables"][0]["rows"]] == [False, True]
-    assert "**incomplete**: not measured yet: L=512 all through." in (second / "results.md").read_text()
+    assert (
+        "**incomplete**: measured completely with no seed yet: L=512 all through."
+        in (second / "results.md").read_text()
+    )
 
 
 def training_of(run: Path) -> int:

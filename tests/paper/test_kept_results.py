@@ -11,7 +11,7 @@ import pytest
 
 from megatron_style.paper.corpus import Source
 from megatron_style.paper.experiment import Experiment, findings_of
-from megatron_style.paper.results.presented import as_json, as_markdown, present
+from megatron_style.paper.results.presented import as_json, as_markdown, claims_as_markdown, present
 from megatron_style.paper.scale import scale_named
 from megatron_style.paper.tables import table
 
@@ -47,8 +47,9 @@ def test_every_number_is_in_the_records(name: str) -> None:
         assert presented.is_complete, told
         assert as_json(presented) == json.loads((folder / "results" / f"table{number}.json").read_text())
         assert as_markdown(presented) in page
-    shown = {int(number) for number in re.findall(r"^## Table (\d+):", page, flags=re.MULTILINE)}
-    assert shown - {10} == wanted.tables  # table 10 is planned, and has no records
+    shown = list(map(int, re.findall(r"^## Table (\d+):", page, flags=re.MULTILINE)))
+    assert set(shown) - {10} == wanted.tables  # table 10 is planned, and has no records
+    assert claims_as_markdown([present(table(number).at(kept.scale), found) for number in shown]) in page
 
 
 def test_kept_results_do_not_name_the_machine() -> None:

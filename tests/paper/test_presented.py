@@ -29,8 +29,8 @@ def test_rows_with_fewer_seeds_are_named() -> None:
     none = shown(None)
     assert [each.is_complete for each in (every, first, none)] == [True, True, False]
     assert "incomplete" not in as_markdown(every)
-    assert "- **incomplete**: measured with seed 1 only: first L=128." in as_markdown(first)
-    assert "- **incomplete**: not measured yet: first L=128." in as_markdown(none)
+    assert "- **incomplete**: measured completely with seed 1 only: first L=128." in as_markdown(first)
+    assert "- **incomplete**: measured completely with no seed yet: first L=128." in as_markdown(none)
 
 
 def test_a_figure_has_its_seed_in_json() -> None:
@@ -47,7 +47,7 @@ def test_speeds_that_all_seeds_share_have_no_spread() -> None:
 
 def test_claims_are_counted_once() -> None:
     tables = [shown(Figures((18.0, 22.0))), shown(Figures((18.0, 22.0)))]
-    assert "Claims of the paper that hold with every seed: 0 of 1 tested." in claims_as_markdown(tables)
+    assert "Claims of the paper that hold: 0 of 1 tested." in claims_as_markdown(tables)
     assert claims_as_markdown(tables).count("A first stage of short segments makes PIA with cache better.") == 1
     one_seed = claims_as_markdown([shown(Figures((18.0, None)))])
-    assert "Claims of the paper that hold with every seed: 1 of 1 tested." in one_seed
+    assert "Claims of the paper that hold: 1 of 1 tested." in one_seed

@@ -102,10 +102,11 @@ def test_a_first_stage_that_ends_where_nothing_is_kept_is_not_shared(tmp_path: P
 def test_a_run_that_is_trained_anew_is_evaluated_anew(tmp_path: Path, has_begun: bool) -> None:
     run = make_run(tmp_path, "run", (8, 20)).output.path
     (run / "evaluations").mkdir(parents=True)
+    (run / TAKEN).touch()
     if has_begun:
         (run / "checkpoints").mkdir()
     forget_records(run)
-    assert (run / "evaluations").exists() == has_begun
+    assert [(run / name).exists() for name in ("evaluations", TAKEN)] == [has_begun] * 2
 
 
 def test_runs_wait_for_the_one_they_can_begin_with(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megatron_style.paper.measures import Evaluated, TrainSpeed
 from megatron_style.paper.runs import PreparedText, RunSpec, run_config, run_name
 from megatron_style.paper.scale import scale_named
 from megatron_style.paper.speeds import OF_SCORING, OF_TRAINING, SPEEDS, read_speeds, scoring_key, speed_key
-from megatron_style.paper.tables import NONOVERLAPPING, perplexity, speed, table
+from megatron_style.paper.tables import NONOVERLAPPING, all_tables, perplexity, speed, table
 
 SCALE = scale_named("miniature")
 RUN = RunSpec("baseline", 512)
@@ -52,19 +52,24 @@ def write_speeds(folder: Path, **record: object) -> None:
     (folder / SPEEDS).write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize("number", [1, 3, 4, 5, 9])
-def test_the_benchmark_measures_what_the_table_shows(number: int) -> None:
+@pytest.mark.parametrize("number", range(1, 13))
+def test_the_benchmark_measures_every_speed_that_is_shown_of_the_tables_runs(number: int) -> None:
+    """Other tables may show the speed of an evaluation that this one makes for its perplexity."""
     scale = scale_named("small")
     training = {speed_key(model, scale.length(length)) for model, length in stages_of([number], scale)}
-    scoring = {
-        scoring_key(model, scale.length(length), each.name) for model, length, each in evaluations_of([number], scale)
-    }
-    for subject, measure in table(number).at(scale).measured():
-        assert isinstance(subject, RunSpec)
-        lengths = filter(None, (subject.first_length, subject.length))
-        assert {speed_key(subject.model, scale.length(length)) for length in lengths} <= training
-        if isinstance(measure, Evaluated) and measure.figure == "speed" and not measure.evaluation.neighbours:
-            assert scoring_key(subject.model, scale.length(subject.length), measure.evaluation.name) in scoring
+    found = list(evaluations_of([number], scale))
+    scoring = {scoring_key(model, scale.length(length), evaluation.name) for model, length, evaluation in found}
+    assert len(scoring) == len(found)
+    shown = [each for every in all_tables() for each in every.at(scale).measured()]
+    for spec, evaluations in table(number).at(scale).needs().items():
+        lengths = filter(None, (spec.first_length, spec.length))
+        assert {speed_key(spec.model, scale.length(length)) for length in lengths} <= training
+        for subject, measure in shown:
+            is_of_it = isinstance(subject, RunSpec) and (subject.model, subject.length) == (spec.model, spec.length)
+            if is_of_it and isinstance(measure, Evaluated) and measure.figure == "speed":
+                evaluation = measure.evaluation
+                key = scoring_key(spec.model, scale.length(spec.length), evaluation.name)
+                assert (key in scoring) or evaluation not in evaluations or evaluation.neighbours
 
 
 def test_without_them_speeds_are_those_of_the_run(experiment: Experiment) -> None:

@@ -71,11 +71,13 @@ def present(table: Table, found: Findings) -> Presented:
 
 
 def claims_as_markdown(tables: Sequence[Presented]) -> str:
-    """Return a list of the tables' claims that were tested, after a line that counts them."""
+    """Return a section with the tables' claims that were tested, after a line that counts them."""
     outcomes = {claim.text: (claim, outcome) for table in tables for claim, outcome in table.outcomes}
     tested = [(claim, outcome) for claim, outcome in outcomes.values() if outcome.state != "not tested"]
     held = sum(outcome.state == "holds" for _, outcome in tested)
-    lines = ["## Claims", "", f"Claims of the paper that hold with every seed: {held} of {len(tested)} tested.", ""]
+    if not tested:
+        return ""
+    lines = ["## Claims", "", f"Claims of the paper that hold: {held} of {len(tested)} tested.", ""]
     lines += ["| claim | tables | outcome |", "|---|---|---|"]
     for claim, outcome in tested:
         numbers = ", ".join(map(str, claim.tables))
@@ -100,21 +102,21 @@ def as_markdown(presented: Presented) -> str:
     table = presented.table
     lines = [f"## Table {table.number}: {table.title}", "", *_markdown_table(presented.header, presented.lines), ""]
     lines += [f"- **{outcome.state}**: {claim.text} {outcome.evidence}." for claim, outcome in presented.outcomes]
-    lines += _fewer_seeds(presented)
+    lines += [f"- **incomplete**: {gap}." for gap in gaps(presented)]
     return "\n".join(lines)
 
 
-def _fewer_seeds(presented: Presented) -> list[str]:
-    """Return lines that name the rows that were not measured with every seed."""
+def gaps(presented: Presented) -> list[str]:
+    """Return what names the rows that were not measured completely with every seed."""
     here = (cell.here for cells in presented.cells for cell in cells if cell.here)
     all_seeds = max((len(figures.values) for figures in here), default=1)
-    lines = []
+    found = []
     for seeds in dict.fromkeys(presented.seeds.values()):
         if len(seeds) < all_seeds:
             rows = ", ".join(label for label, each in presented.seeds.items() if each == seeds)
-            which = f"measured with seed {', '.join(map(str, sorted(seeds)))} only" if seeds else "not measured yet"
-            lines.append(f"- **incomplete**: {which}: {rows}.")
-    return lines
+            which = f"with seed {', '.join(map(str, sorted(seeds)))} only" if seeds else "with no seed yet"
+            found.append(f"measured completely {which}: {rows}")
+    return found
 
 
 def _cells(row: Row, found: Findings) -> tuple[Cell, ...]:

@@ -63,8 +63,7 @@ def measure(
     """Prepare the corpus, train and evaluate: everything that the tables need, with every seed or with one only, and
     that is not done yet, here or in the `kept` results of other experiments."""
     write_record(experiment)
-    wanted = needed_evaluations(experiment, tables)
-    needs = {spec: evaluations for spec, evaluations in wanted.items() if only_seed in (None, spec.seed)}
+    needs = needed_evaluations(experiment, tables, only_seed)
     if not needs:
         return
     workers = Workers.sharing_the_cores(at_once, job_environment(experiment.output))
@@ -78,8 +77,7 @@ def emit(experiment: Experiment, tables: Sequence[Table], *, only_seed: int | No
     """Write the run files and return the commands, for another machine to run. Every run is trained from its first
     step, because beginning with another run's checkpoint gives the same result."""
     source = experiment.source
-    wanted = [spec for spec in experiment.runs_of(tables) if only_seed in (None, spec.seed)]
-    specs = [spec for spec in wanted if not experiment.is_finished(spec)]
+    specs = [spec for spec in experiment.runs_of(tables, only_seed) if not experiment.is_finished(spec)]
     if specs and not source.is_ready and not experiment.scale.is_paper:
         raise UserError(f"--emit: {source.folder} must be prepared first; run {shlex.join(source.prepare or ())}")
     write_record(experiment)
@@ -90,14 +88,16 @@ def emit(experiment: Experiment, tables: Sequence[Table], *, only_seed: int | No
     return commands + [train_command(experiment.config(spec), experiment.scale.processes) for spec in specs]
 
 
-def needed_evaluations(experiment: Experiment, tables: Sequence[Table]) -> dict[RunSpec, frozenset[Evaluation]]:
-    """Return every run of the tables, with all seeds, and the evaluations of its model; those that claims are about
-    come first. Specs of two texts may be the same run."""
-    specs = experiment.runs_of(tables)
+def needed_evaluations(
+    experiment: Experiment, tables: Sequence[Table], only_seed: int | None = None
+) -> dict[RunSpec, frozenset[Evaluation]]:
+    """Return every run of the tables, with all seeds or with one, and the evaluations of its model; those that claims
+    are about come first. Specs of two texts may be the same run."""
+    specs = experiment.runs_of(tables, only_seed)
     found = {experiment.folder(spec): frozenset[Evaluation]() for spec in specs}
     for table in tables:
         for spec, evaluations in table.needs().items():
-            for seed in range(1, experiment.seeds + 1):
+            for seed in experiment.seeds_or(only_seed):
                 found[experiment.folder(spec.with_seed(seed))] |= evaluations
     ordered = sorted(specs, key=lambda spec: (spec.seed, _rank(spec)))
     return {spec: found[experiment.folder(spec)] for spec in ordered}

@@ -15,6 +15,7 @@ from megatron_style.paper.experiment import Experiment, evaluation_file, kept_ev
 from megatron_style.paper.measures import Evaluation
 from megatron_style.paper.runs import RunSpec
 from megatron_style.paper.work.evaluations import inputs_of
+from megatron_style.paper.work.sharing import TAKEN
 
 
 def is_complete(experiment: Experiment, spec: RunSpec, evaluations: Collection[Evaluation]) -> bool:
@@ -37,9 +38,10 @@ def take_records(experiment: Experiment, needs: Mapping[RunSpec, Collection[Eval
 
 
 def forget_records(run: Path) -> None:
-    """Remove the evaluations of a run that is trained anew, although its records were there: they are of that model."""
+    """Remove the records of a run that is trained anew because they lacked something: they are the earlier model's."""
     if not RunFolder(run).checkpoints.exists():
         shutil.rmtree(run / "evaluations", ignore_errors=True)
+        (run / TAKEN).unlink(missing_ok=True)
 
 
 def runs_in(results: Path) -> Path:
