@@ -147,9 +147,15 @@ def _draw_grid(axes: Axes, figures: Sequence[Sequence[float | None]]) -> None:
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             is_dark = math.isfinite(value) and value < (low + high) / 2
-            text = "-" if math.isnan(value) else f"{value:.2f}" if value < 100 else short(value)
+            text = "-" if math.isnan(value) else _in_cell(value)
             weight = "bold" if value == low else "normal"
             axes.text(x, y, text, ha="center", va="center", color="white" if is_dark else "black", fontweight=weight)
+
+
+def _in_cell(value: float) -> str:
+    if math.isinf(value):
+        return short(value)
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
 
 
 def _draw_columns(presented: Presented, path: Path) -> None:
