@@ -43,8 +43,8 @@ def test_every_number_is_in_the_records(name: str) -> None:
     found = findings_of(kept, kept.tables())
     for number, each in tables.items():
         presented = present(each, found)
-        told = f"the recipe of {wanted.scale} has changed: `reproduce` again, and copy the results here"
-        assert any(presented.seeds.values()), told
+        remedy = f"the recipe of {wanted.scale} has changed: `reproduce` again, and copy the results here"
+        assert any(presented.seeds.values()), remedy
         assert as_json(presented) == json.loads((folder / "results" / f"table{number}.json").read_text())
         assert as_markdown(presented) in page
     shown = list(map(int, re.findall(r"^## Table (\d+):", page, flags=re.MULTILINE)))
